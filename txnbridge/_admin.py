@@ -11,7 +11,7 @@ from txnbridge._base.deadline import check_seconds
 from txnbridge._base.messages import Position, milliseconds
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._base.topic import Topic, check_partitions, check_topic_name
-from txnbridge._half.common import check_decision, half_store
+from txnbridge._half.common import check_decision, half_store, names_records_of_spans, refuse_records_of_spans
 from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
 from txnbridge.capabilities import Capability, Level
 from txnbridge.errors import InvalidOption, NotFound
@@ -178,6 +178,7 @@ class Admin:
     def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:
         """Publish or drop a half message whose check-backs were stopped (parked), by `decision`; return the outcome."""
         check_decision("the administrator", decision)
+        refuse_records_of_spans(group)
         if decision is Decision.UNDECIDED:
             raise InvalidOption("end_parked takes Decision.COMMIT or ABORT; an undecided half message stays parked")
         data = {"decision": decision.value, "by": "administrator", "reason": reason}
@@ -207,7 +208,9 @@ class Admin:
             found += half_store(self._connection).check(self._deadline())
         by_hand = {advice for advice in found if advice.remedy.startswith("txnbridge transactions commit")}
         parts = {f"transaction {each.transaction}" for each in self.transactions() if is_part(each)} if by_hand else ()
-        return [replace(a, remedy=PART_OF_SPAN) if a in by_hand and a.subject in parts else a for a in found]
+        of_spans = {advice for advice in by_hand if advice.subject in parts}
+        of_spans |= {a for a in found if "resolver run" in a.remedy and names_records_of_spans(a.remedy)}
+        return [replace(advice, remedy=PART_OF_SPAN) if advice in of_spans else advice for advice in found]
 
     def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:
         self._broker.capabilities.require(Capability.END_OPEN)

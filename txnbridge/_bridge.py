@@ -551,6 +551,9 @@ class Bridge:
         SQLAlchemy's URL or an `Engine`.
         """
         self._connection.check_open()
+        from txnbridge._half.common import refuse_records_of_spans
+
+        refuse_records_of_spans(group)
         settings: dict[str, Any] = {"parallel": parallel, "check_timeout": check_timeout, "stop_timeout": stop_timeout}
         if check is not None and db is None:
             from txnbridge._half.resolver import Resolver

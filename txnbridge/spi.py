@@ -971,8 +971,8 @@ class Ledger(ABC):
         """
 
     @abstractmethod
-    def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
-        """Return a group's partitions on which undecided prepared transactions acknowledge, by the decision log so far.
+    def holds(self, deadline: Deadline) -> list[tuple[str, Partition, Held]]:
+        """Return groups' partitions on which undecided prepared transactions acknowledge, by the decision log so far.
 
         Expired transactions are left out. Call it after `positions`. A transaction holds the partitions of its
         acknowledgements if the data of its "prepare" record has them as "acks": a list of group, topic, number and

@@ -1,6 +1,7 @@
 """`txnbridge copy`: every part of every message arrives once; `txnbridge spans`: what a dead copy left is ended."""
 
 import json
+import re
 import signal
 import sqlite3
 import subprocess
@@ -291,6 +292,22 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
         wait_until(partial(has, target, 2000))
         # The embedded broker may deliver what a dead copy had acknowledged behind later messages.
         assert sorted(map(int, values(target, "orders"))) == list(range(2000))
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_copy_until_idle_that_is_stopped_before_does_not_end_as_if_everything_were_copied(urls, source, target, stop):
+    target.ensure_topics("orders")
+    send(source, "orders", *numbers(100))
+    command = [sys.executable, "-m", "txnbridge.cli", "copy", urls[1], "--topics", "orders", "--rate", "4"]
+    for end, code in ([], 0), (["--until-idle"], 128 + stop):
+        before = len(target.read("orders", 100))
+        process = subprocess.Popen([*command, *end, "--url", urls[0]], stdout=subprocess.PIPE, text=True)
+        with process as copy:
+            wait_until(partial(has, target, before + 1))
+            copy.send_signal(stop)
+            told, _ = copy.communicate(timeout=60)
+        assert copy.returncode == code and re.fullmatch("copied: [1-9][0-9]* messages\n", told)
+    assert len(target.read("orders", 100)) < 100
 
 
 def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(

@@ -520,7 +520,7 @@ class Actor:
         data = self._data()
         places = self.random.choice(([("a", 0)], [("a", 0), ("b", 0)]))
         acks = [self._ack(place, known) for place in places]
-        held = ledger.held("g", deadline)
+        held = {place: held for _, place, held in ledger.holds(deadline)}
         for holder in [held[place] for place in places if place in held]:
             if holder.expires_at > self.world.now * 1000:
                 self.world.told["held"] += 1
@@ -543,7 +543,7 @@ class Actor:
         data = {"acks": listed, "log": token.begin, "expires_at": expires_at}
         ledger.record("prepare", token.id, data, deadline)
         positions, read_up_to = ledger.positions("g", deadline)
-        held, seen = ledger.held("g", deadline), (read_up_to[0] + 1,)
+        held, seen = {place: held for _, place, held in ledger.holds(deadline)}, (read_up_to[0] + 1,)
         holders = {place: holder.transaction for place, holder in held.items()}
         self._expect(
             lambda oracle: all(id in oracle.held(seen).get(("g", place), ()) for place, id in holders.items()),

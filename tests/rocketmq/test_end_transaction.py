@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from txnbridge_rocketmq import half_store
+from txnbridge_rocketmq.admin import open_halves
+from txnbridge_rocketmq.admin.admin import RocketMQAdmin
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, PendingHalf, end_open
 from txnbridge_rocketmq.client.protocol.codes import Property, RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest
@@ -19,15 +21,17 @@ from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome import end_transaction, outcome
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
+from txnbridge_rocketmq.write.acks import RocketMQAckContext
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import answer_calls, note_calls
+from tests.failing import answer_calls, note_calls, raising
 from tests.interrupts import interrupted_everywhere
 from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, choose, same_hash, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
-from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
+from txnbridge._decisions.ledger import LogLedger
+from txnbridge.spi import Ack, Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
 
 VALUES = [b"%d" % number for number in range(5)]
 
@@ -665,6 +669,46 @@ def test_a_process_that_decided_and_cannot_finish_is_told_the_decision(owner, ot
     broker.fault = lambda request: None
     assert finish(owner, token, Decision.COMMIT) is outcome
     assert broker.seen("a") == ([b"10", b"11", b"12"] if decision is Decision.COMMIT else [])
+
+
+class Acknowledging(RocketMQAckContext):
+    """Acknowledges the first messages of a partition for a group, without a reader."""
+
+    def __init__(self, process: Process, *places: tuple[str, int]) -> None:
+        self.ledger, self.places = process.cluster.ledger(f"{process.id}/x/1", {}), places
+
+    def acks(self, positions: Any, deadline: Deadline, *, so_far: Any = ()) -> list[Ack]:
+        _, read_up_to = self.ledger.positions("readers", deadline)
+        return [Ack("readers", place, (0,), (5,), read_up_to) for place in self.places]
+
+    def require_held(self, acks: Any, transaction: str, deadline: Deadline) -> None:
+        pass
+
+
+def test_a_prepared_transaction_of_acknowledgements_alone_is_listed_and_its_token_ends_it(owner, other, monkeypatch):
+    """A span's part, say, whose process is dead: without halves the brokers do not know of it."""
+    writer = owner.begin(hold=60)
+    writer.ack(Acknowledging(owner, ("in", 0), ("in", 1)), {})
+    writer.prepare(Deadline(60))
+    admin = RocketMQAdmin(other.ender)
+    monkeypatch.setattr(open_halves, "list_open", lambda *_: [])
+    assert admin.transactions(Deadline(60)) == []  # an application without a log gets none by the look
+    other.cluster.topics.names = [other.cluster.settings.log_topic("tests")]
+    (found,) = admin.transactions(Deadline(60))
+    assert (found.transaction, found.state, found.transactional_id) == ("billing/x/1", "prepared", "billing")
+    assert (found.groups, found.expires_at) == (("readers",), writer.evidence().expires_at)
+    assert admin.transactions(Deadline(60), "bill") == [found] and admin.transactions(Deadline(60), "o") == []
+    with pytest.raises(errors.NotFound, match="token"):
+        admin.end(found.transaction, Decision.ABORT, Deadline(60))
+    assert found.token is not None and finish(other, found.token, Decision.ABORT) is Outcome.ABORTED
+    assert admin.transactions(Deadline(60)) == []
+
+
+def test_a_log_that_has_lost_its_evidence_keeps_no_transactions_from_being_listed(owner, monkeypatch):
+    monkeypatch.setattr(open_halves, "list_open", lambda *_: [])
+    monkeypatch.setattr(LogLedger, "holds", raising(errors.EvidenceLost("the log was trimmed")))
+    owner.cluster.topics.names = [owner.cluster.settings.log_topic("tests")]
+    assert RocketMQAdmin(owner.ender).transactions(Deadline(60)) == []
 
 
 def test_a_token_past_its_hold_only_aborts(owner, other, broker):

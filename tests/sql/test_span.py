@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
 import txnbridge
 from tests.core.half.ends import Ends, addresses, failing, no_checks, span_pair
@@ -23,7 +24,8 @@ from tests.kill_walk import KillWalk
 from tests.sql.outbox_programs import scalars
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
-from txnbridge.spi import Half
+from txnbridge._half.span import spans_over
+from txnbridge.spi import Advice, Half
 from txnbridge.sql.barrier import BarrierTable
 from txnbridge.sql.span import SpanResolver
 from txnbridge.testing import Child
@@ -162,6 +164,35 @@ def die(pair: Pair, engine: sa.Engine, at: str, left: int, hold: float | None = 
     with Child(sell_one, shop, kill=at) as dead:
         dead.stopped()
     assert waiting(pair) == left
+
+
+def test_no_resolver_of_other_half_messages_ends_the_record_of_a_span(pair, engine, quick_sweep):
+    """Decided by the row, or by a check, it would be published or dropped, and nobody would end the parts by it."""
+    die(pair, engine, "database.commit/after", 2)
+    group = f"spans-default-{spans_over(pair, least=1).clusters}"
+    for bridge in pair:
+        with pytest.raises(errors.InvalidOption, match="spans run"), bridge.resolver(group, db=engine) as resolver:
+            wait_until(lambda: resolver.stats.committed)
+        with pytest.raises(errors.InvalidOption, match="spans run"):
+            bridge.resolver(group, check=lambda *_: Decision.ABORT)
+        for decision in (Decision.COMMIT, Decision.ABORT):
+            with pytest.raises(errors.InvalidOption, match="spans run"):
+                bridge.admin.end_parked(f"{group}-db-01234567", "a record", decision)
+    with spanning(*pair, db=engine):
+        pass
+    wait_until(lambda: waiting(pair) == 0)
+    assert found(pair, engine) == [[0]] * 3
+
+
+def test_the_doctor_names_the_resolver_of_spans_for_their_records(pair, monkeypatch):
+    group = f"spans-default-{spans_over(pair, least=1).clusters}"
+    told = f"txnbridge resolver run --group {group} --application default --database URL"
+    advice = Advice("warning", "half messages", "no process of the group is open", told)
+    other = replace(advice, remedy="txnbridge resolver run --group spans-of-mine --check MODULE:NAME")
+    monkeypatch.setattr(EmbeddedAdmin, "check", lambda *_: [advice, other])
+    first, second = pair[0].admin.doctor()
+    assert "spans run" in first.remedy and "resolver run" not in first.remedy
+    assert second == other
 
 
 @pytest.mark.parametrize(

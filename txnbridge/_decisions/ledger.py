@@ -170,18 +170,16 @@ class LogLedger(Ledger):
             assert state.cursor is not None
             return {place[1]: at for place, at in state.ids.groups.items() if place[0] == group}, state.cursor[0]
 
-    def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
+    def holds(self, deadline: Deadline) -> list[tuple[str, Partition, Held]]:
         with self._engine.follower.looking(deadline) as state:
             require_readable(state)
             require_complete(state)
             oldest = state.oldest_living(self._engine.now())
-            found: dict[Partition, Held] = {}
-            for (of, partition), holds in state.ids.holds.items():
-                living = [hold for hold in holds if oldest is not None and hold.begin.at >= oldest]
-                if of == group and living:
-                    hold = living[0]
+            found: list[tuple[str, Partition, Held]] = []
+            for place, holds in state.ids.holds.items():
+                for hold in [each for each in holds if oldest is not None and each.begin.at >= oldest][:1]:
                     begin = {"at": list(hold.begin.at), "id": hold.begin.id}
-                    found[partition] = Held(str(hold.id[0]), begin, hold.expires_at)
+                    found.append((*place, Held(str(hold.id[0]), begin, hold.expires_at)))
         return found
 
 

@@ -139,4 +139,4 @@ class LazyLedger(Ledger):
     claims = _found(Ledger.claims)
     acknowledged = _found(Ledger.acknowledged)
     positions = _found(Ledger.positions)
-    held = _found(Ledger.held)
+    holds = _found(Ledger.holds)

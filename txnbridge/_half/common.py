@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Decision, Outcome
+from txnbridge._half.span_sweep import PART_OF_SPAN
 from txnbridge.capabilities import Capability
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, OutcomeUnknown
 from txnbridge.spi import Half, HalfStore
 
 # The pauses between two attempts to end a half at a broker that does not answer: each is twice as long.
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
+
+names_records_of_spans = re.compile(r"\bspans-.+-[0-9a-f]{12}\b").search
 
 
 class RefusedHalf(OutcomeUnknown):
@@ -31,6 +35,12 @@ def check_group(group: object) -> str:
             f"a group of half messages, also by application=, is text without white space, not {group!r}"
         )
     return group
+
+
+def refuse_records_of_spans(group: object) -> None:
+    """Raise `InvalidOption` for the group of spans' records: if they are ended alone, nobody ends the spans' parts."""
+    if isinstance(group, str) and names_records_of_spans(group):
+        raise InvalidOption(f"each half message of group {group!r} is {PART_OF_SPAN}")
 
 
 def check_decision(what: str, decision: object) -> None:

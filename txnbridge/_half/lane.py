@@ -316,10 +316,11 @@ class Lane:
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
         """Return the half messages of undecided transactions, by transaction; one thread at a time calls this."""
-        undone = self.index.undone
-        if any((each := undone.get(id)) and each.first is None for id in transactions):
-            self.read(deadline)
-        return self.index.bodies(transactions, deadline)
+        found = self.index.bodies(transactions, deadline)
+        if rest := [id for id in transactions if id in self.index.undone and id not in found]:
+            self.read(deadline)  # they were not read, or only in part
+            found |= self.index.bodies(rest, deadline)
+        return found
 
     # --- tending ----------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ class WaitingKeys:
         # By key and original position: the retry topic in which the message waits, and when it is due.
         self._waiting = defaultdict[_Key, dict[Position, tuple[str, float]]](dict)
         self.places: dict[str, tuple[_Key, Position]] = {}  # of the waiting messages, by their places
-        self._done: tuple[set[str], set[str]] = set(), set()  # places of notes since the last reading, and before it
+        # The places that notes name, with the partitions where notes were read: since the last reading, and before it.
+        self._done: tuple[dict[str, Partition], dict[str, Partition]] = {}, {}
         self._seen: set[str] = set()  # the markers that were read
         self._known: set[Assignment] = set()
         self._left: set[tuple[str, str]] = set()  # places of messages, and retry topics that they left for others
@@ -92,23 +93,24 @@ class WaitingKeys:
         """Note what a committed batch has `sent` to retry topics, with the due time, and what was processed."""
         for index, original in enumerate(batch.originals if self.places or sent else ()):
             if index in sent:
-                self._add(original, *sent[index])
+                self._add(original, *sent[index], _key(original))
             elif (place := place_of(original)) in self.places:
                 self._remove(place)
 
-    def _add(self, original: Message | WaitingMessage, topic: str, due: float, key: _Key | None = None) -> None:
-        if isinstance(original, Message):
-            key = _key(original)
+    def _add(
+        self, original: Message | WaitingMessage, topic: str, due: float, key: _Key | None, at: Partition | None = None
+    ) -> None:
         place = place_of(original)
-        if key is not None and not any(place in done for done in self._done):
+        # A note before it in its partition is about another message: of a topic before this one, or before a redrive.
+        if key is not None and not any(at and done.get(place, at) != at for done in self._done):
             self.places[place] = key, original.position
             line = self._waiting[key]
             # Topics are read beside each other: of several entries for a message the last due tells where it waits.
             if original.position not in line or due >= line[original.position][1]:
                 line[original.position] = topic, due
 
-    def _remove(self, place: str) -> None:
-        self._done[0].add(place)
+    def _remove(self, place: str, at: Partition = ("", 0)) -> None:
+        self._done[0][place] = at
         if (known := self.places.pop(place, None)) is not None:
             key, position = known
             del self._waiting[key][position]
@@ -139,7 +141,7 @@ class WaitingKeys:
         if deadline.expired:
             raise DeadlineExceeded(f"opening {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
         markers = {f"{uuid.uuid4().hex}/{topic}/{number}": (topic, number) for topic, number in self._partitions}
-        with self._begin(timeout=deadline.left()) as txn:
+        with self._begin(timeout=max(0.001, deadline.left())) as txn:
             source: Any = getattr(txn, "of_source", txn)
             for marker, (topic, number) in markers.items():
                 source.send(topic, b"", key=None, headers=[(MARKER, marker.encode())], partition=number)
@@ -148,7 +150,7 @@ class WaitingKeys:
                 raise DeadlineExceeded(f"reading {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
             self.read(_READ_SECONDS)
         # Only now: before all is read, a note may come long before what it is about.
-        self._done = set(), self._done[0]
+        self._done = {}, self._done[0]
         self._seen.clear()
 
     def _gone(self) -> set[tuple[str, str]]:
@@ -169,14 +171,15 @@ class WaitingKeys:
             self._seen.add(message.headers[MARKER])
         elif DONE in message.headers:
             if NEXT not in message.headers:
-                self._remove(message.headers[DONE])
+                self._remove(message.headers[DONE], message[:2])
             elif not self._complete:
                 self._left.add((message.headers[DONE], message.topic))
         elif KEPT in message.headers and message.key is not None:
             waits = WaitingMessage.of(message)
             if waits is not None:
                 self._left.discard((place_of(waits), message.topic))
-                self._add(waits, message.topic, waits.due, (waits.topic, waits.partition, bytes(message.key)))
+                key = waits.topic, waits.partition, bytes(message.key)
+                self._add(waits, message.topic, waits.due, key, message[:2])
 
     def close(self, timeout: float | None = None) -> None:
         if self._reader is not None:

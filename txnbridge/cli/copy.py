@@ -46,7 +46,7 @@ def command(
     rate: int | None,
     dead_letter: str | None,
     metrics_port: int | None,
-) -> None:
+) -> int | None:
     """Copy topics from the broker of --url to the broker of TARGET-URL, each message exactly once.
 
     Keys, values, headers, timestamps, tombstones and partitions stay as they are, and so does the order in a partition;
@@ -100,6 +100,8 @@ def command(
                 raise txnbridge.DeliveryFailed(text) from error
         copied = processor.stats.messages - processor.stats.dead_letters
     cli.answer({"copied": copied}, f"copied: {copied} messages")
+    stopped = processor._stop.signalled
+    return 128 + stopped if until_idle and stopped is not None else None  # perhaps something is left
 
 
 def _made_ready(

@@ -116,7 +116,9 @@ class RocketMQAdmin(Admin):
         A half of another client counts as a transaction with an empty transactional id.
         """
         listed = open_halves.list_open(self._cluster, deadline)
-        return [open_halves.as_open_transaction(self._cluster, one) for one in listed if one.owner.startswith(owners)]
+        found = {one.name: open_halves.as_open_transaction(self._cluster, one) for one in listed}
+        held = {each.transaction: each for each in open_halves.list_held(self._cluster, deadline)}
+        return [each for each in {**held, **found}.values() if each.transactional_id.startswith(owners)]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """End an open transaction, and return its outcome.
@@ -129,7 +131,7 @@ class RocketMQAdmin(Admin):
         for listed in open_halves.list_open(self._cluster, deadline):
             if listed.name == transaction:
                 return listed
-        raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it has no halves here")
+        raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or only its token ends it")
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
         """Have the broker send check-backs again for the discarded halves of a transaction. Return a report.

@@ -46,9 +46,8 @@ def check_settings(config: BrokerConfig, settings: RocketMQSettings) -> Iterator
 
 def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
     if config.is_on("rejectTransactionMessage"):
-        yield _problem(
-            config, "it takes no transactions: rejectTransactionMessage is true", "rejectTransactionMessage", "false"
-        )
+        text = "it takes no transactions: rejectTransactionMessage is true"
+        yield _problem(config, text, "rejectTransactionMessage", "false")
     if not config.is_on("messageIndexEnable", True):
         text = "messageIndexEnable is false: no process can look messages up, so only the owner of a half can end it"
         yield _problem(config, text, "messageIndexEnable", "true")
@@ -60,11 +59,8 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
         )
         yield _problem(config, text, "messageIndexSafe", "true")
     if config.is_on("indexRocksDBEnable"):
-        yield _warning(
-            config,
-            "indexRocksDBEnable is true: looking messages up in that index was not tested",
-            "use the broker's default index",
-        )
+        text = "indexRocksDBEnable is true: looking messages up in that index was not tested"
+        yield _warning(config, text, "use the broker's default index")
 
 
 def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
@@ -75,32 +71,27 @@ def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
     """
     least = max(2 * config.op_message_interval, _LEAST_CHECK_BACK_AGE_SECONDS)
     if config.transaction_timeout < least:
-        yield _problem(
-            config,
+        text = (
             f"it sends check-backs for halves that are {config.transaction_timeout:g} s old (transactionTimeOut), and"
             f" writes op messages every {config.op_message_interval:g} s (transactionOpBatchInterval): ended halves get"
-            " check-backs and are written again, and clients that commit without a look-up publish them twice",
-            "transactionTimeOut",
-            f"{least * 1000:.0f}",
+            " check-backs and are written again, and clients that commit without a look-up publish them twice"
         )
+        yield _problem(config, text, "transactionTimeOut", f"{least * 1000:.0f}")
     if config.check_interval < config.op_message_interval:
-        yield _problem(
-            config,
+        text = (
             f"it sends check-backs every {config.check_interval:g} s (transactionCheckInterval), and writes op messages"
             f" only every {config.op_message_interval:g} s (transactionOpBatchInterval): halves that have ended get"
-            " check-backs",
-            "transactionCheckInterval",
-            f"{config.op_message_interval * 1000:.0f}",
+            " check-backs"
         )
+        yield _problem(config, text, "transactionCheckInterval", f"{config.op_message_interval * 1000:.0f}")
     noted = config.number("transactionOpMsgMaxSize", 4_096)
     if noted < _LEAST_OP_MESSAGE_BYTES:
-        yield _warning(
-            config,
+        text = (
             f"its op messages name few halves each (transactionOpMsgMaxSize is {noted}), and one thread writes them."
             " If halves are ended faster for long, its queue of 20,000 is full, and each end waits 0.1 s; then a broker"
-            " ends 120 halves a second instead of thousands",
-            _SETTING_COMMAND.format(key="transactionOpMsgMaxSize", value="4096"),
+            " ends 120 halves a second instead of thousands"
         )
+        yield _warning(config, text, _SETTING_COMMAND.format(key="transactionOpMsgMaxSize", value="4096"))
 
 
 def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
@@ -111,13 +102,11 @@ def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterato
     value = f"{_LONGEST_OUTAGE_SECONDS / max(config.check_interval, 0.001):.0f}"
     longest = settings.timeout + (settings.hold or 0)
     if longest > config.longest_transaction:
-        yield _problem(
-            config,
+        text = (
             f"{asked}, the first when it is {config.transaction_timeout:g} s old (transactionTimeOut). A transaction"
-            f" here may take {longest:g} s (timeout and hold): its halves can be discarded before its deadline",
-            "transactionCheckMax",
-            value,
+            f" here may take {longest:g} s (timeout and hold): its halves can be discarded before its deadline"
         )
+        yield _problem(config, text, "transactionCheckMax", value)
     elif config.discarded_after < _LONGEST_OUTAGE_SECONDS and config.half_topic == ROCKSDB_HALF_TOPIC:
         yield Advice(
             "problem",
@@ -128,35 +117,27 @@ def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterato
             " broker sends check-backs again for the halves that it has discarded",
         )
     elif config.discarded_after < _LONGEST_OUTAGE_SECONDS:
-        yield _warning(
-            config,
-            f"{asked}, even if no bridge was running to answer; then only its token, or an administrator, ends it",
-            _SETTING_COMMAND.format(key="transactionCheckMax", value=value),
-        )
+        text = f"{asked}, even if no bridge was running to answer; then only its token, or an administrator, ends it"
+        yield _warning(config, text, _SETTING_COMMAND.format(key="transactionCheckMax", value=value))
 
 
 def _check_retention(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
     kept = f"records are kept for {config.retention / 3600:g} h (fileReservedTime)"
     if config.retention <= config.discarded_after:
-        yield _problem(
-            config,
+        text = (
             f"{kept}, and an open half for {config.discarded_after / 3600:g} h: it can outlive the record that decides"
-            " it, and then no process may end it",
-            "fileReservedTime",
-            f"{config.discarded_after / 3600 + 24:.0f}",
+            " it, and then no process may end it"
         )
+        yield _problem(config, text, "fileReservedTime", f"{config.discarded_after / 3600 + 24:.0f}")
     if config.retention <= settings.timeout + (settings.hold or 0) + _CLOCK_SKEW_SECONDS:
-        yield _problem(
-            config,
+        text = (
             f"{kept}, and a transaction here may wait for {settings.timeout + (settings.hold or 0):g} s (timeout and"
-            " hold): the decision log can lose its records before",
-            "fileReservedTime",
-            "72",
+            " hold): the decision log can lose its records before"
         )
+        yield _problem(config, text, "fileReservedTime", "72")
     elif config.retention < _DEFAULT_RETENTION_SECONDS:
-        yield _warning(
-            config, f"{kept}: {_STOPPED_TOO_LONG}", "keep them for 72 h, or put the log elsewhere (decision_log=)"
-        )
+        text = f"{kept}: {_STOPPED_TOO_LONG}"
+        yield _warning(config, text, "keep them for 72 h, or put the log elsewhere (decision_log=)")
     else:
         yield Advice("ok", f"broker {config.name}", f"{kept}: {_STOPPED_TOO_LONG}")
 
@@ -169,18 +150,14 @@ _STOPPED_TOO_LONG = (
 
 def _check_copies(config: BrokerConfig) -> Iterator[Advice]:
     if config.values.get("flushDiskType") == "ASYNC_FLUSH":
-        yield _warning(
-            config,
-            "flushDiskType is ASYNC_FLUSH: kill -9 loses no committed message, but a loss of power loses the latest",
-            "SYNC_FLUSH where that matters",
-        )
+        text = "flushDiskType is ASYNC_FLUSH: kill -9 loses no committed message, but a loss of power loses the latest"
+        yield _warning(config, text, "SYNC_FLUSH where that matters")
     if config.values.get("brokerRole") == "ASYNC_MASTER":
-        yield _warning(
-            config,
+        text = (
             "brokerRole is ASYNC_MASTER: the last moments are lost with its disk, and a replica that takes over may"
-            " lack decisions",
-            "SYNC_MASTER with a replica, at least for the broker with txnbridge's own topics",
+            " lack decisions"
         )
+        yield _warning(config, text, "SYNC_MASTER with a replica, at least for the broker with txnbridge's own topics")
 
 
 def check_brokers_of_topics(cluster: RocketMQCluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
@@ -189,37 +166,31 @@ def check_brokers_of_topics(cluster: RocketMQCluster, topics: Iterable[str], dea
         route = route_of(cluster.client, name, deadline)
         brokers = sorted({queue.broker for queue in route.readable + route.writable}) if route else []
         if len(brokers) > 1:
-            yield Advice(
-                "warning",
-                f"topic {name}",
-                f"is on the brokers {', '.join(brokers)}, and txnbridge neither reads nor writes it",
-                "use a topic on one broker",
-            )
+            text = f"is on the brokers {', '.join(brokers)}, and txnbridge neither reads nor writes it"
+            yield Advice("warning", f"topic {name}", text, "use a topic on one broker")
 
 
 def check_producer_groups(cluster: RocketMQCluster, deadline: Deadline) -> Iterator[Advice]:
     """Yield advice about other clients in the producer groups of bridges (hazard H134)."""
     groups = {cluster.settings.producer_group, *groups_of_open_halves(cluster, deadline)}
     for group, strangers in cluster.producer_groups.strangers(groups, deadline, strict=True).items():
-        yield Advice(
-            "problem",
-            f"producer group {group}",
+        text = (
             f"the clients {', '.join(strangers)} are no bridges, and brokers send them check-backs about half messages"
-            " of txnbridge, which they publish or drop as they answer",
-            "have these clients leave the group, or choose another application= or prefix",
+            " of txnbridge, which they publish or drop as they answer"
         )
+        remedy = "have these clients leave the group, or choose another application= or prefix"
+        yield Advice("problem", f"producer group {group}", text, remedy)
 
 
 def check_disk(broker: str, full: float) -> Iterator[Advice]:
     """Yield advice about a broker's disk. `full` is the used share, from 0 to 1."""
     if full >= _NEARLY_FULL:
-        yield Advice(
-            "problem" if full >= _DROPS_FILES else "warning",
-            f"broker {broker}",
+        text = (
             f"its disk is filled to {full:.0%}: beyond {_DROPS_FILES:.0%} it drops records of any age, even of decision"
-            " logs, and beyond 90% it accepts no messages",
-            "make room; open halves fill a disk, too, because each round of check-backs writes them again",
+            " logs, and beyond 90% it accepts no messages"
         )
+        remedy = "make room; open halves fill a disk, too, because each round of check-backs writes them again"
+        yield Advice("problem" if full >= _DROPS_FILES else "warning", f"broker {broker}", text, remedy)
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettings) -> Iterator[Advice]:
@@ -232,12 +203,9 @@ def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettin
         else:
             yield from _check_transaction(listed, named)
     for group, count in parked.items():
-        yield Advice(
-            "problem",
-            f"half messages of {group}",
-            f"{count} are parked: no resolver decided them, and the broker drops them by age (fileReservedTime)",
-            f"txnbridge resolver parked --group {shlex.quote(group)}",
-        )
+        text = f"{count} are parked: no resolver decided them, and the broker drops them by age (fileReservedTime)"
+        remedy = f"txnbridge resolver parked --group {shlex.quote(group)}"
+        yield Advice("problem", f"half messages of {group}", text, remedy)
 
 
 def _check_transaction(listed: OpenTransaction, named: _HalfGroup) -> Iterator[Advice]:
@@ -255,21 +223,17 @@ def _check_transaction(listed: OpenTransaction, named: _HalfGroup) -> Iterator[A
             " check-backs again; commit or abort instead of repair ends the transaction",
         )
     elif listed.state == "lost":
-        yield Advice(
-            "problem",
-            f"transaction {listed.transaction}",
-            f"of {listed.owner}: the records that decide it are gone, so no process may end it",
-            "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
-        )
+        text = f"of {listed.owner}: the records that decide it are gone, so no process may end it"
+        remedy = "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)"
+        yield Advice("problem", f"transaction {listed.transaction}", text, remedy)
     elif listed.state == "ending" or now > (listed.expires_at or now) + _STUCK_SECONDS * 1000:
         who = "bridge of that application" if named is None else f"resolver of the half messages of {named[1]}"
-        yield Advice(
-            "warning",
-            f"transaction {listed.transaction}",
+        text = (
             f"of {listed.owner} is {listed.state}, and does not end: no {who} seems to run. Each round"
-            " of check-backs writes its halves again",
-            f"{_command_to_end(listed.owner, named)}, or end it with txnbridge transactions",
+            " of check-backs writes its halves again"
         )
+        remedy = f"{_command_to_end(listed.owner, named)}, or end it with txnbridge transactions"
+        yield Advice("warning", f"transaction {listed.transaction}", text, remedy)
 
 
 def _command_to_end(owner: str, named: _HalfGroup) -> str:

@@ -6,10 +6,11 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
+from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
 from txnbridge_rocketmq.client import administration, groups
 from txnbridge_rocketmq.client.protocol import read_requests
@@ -270,6 +271,20 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
         messages=listed.messages,
         log=listed.origin.log,
     )
+
+
+def list_held(cluster: RocketMQCluster, deadline: Deadline) -> Iterator[OpenTransaction]:
+    """Yield prepared transactions that acknowledge messages, also without halves, by the application's decision log."""
+    application = cluster.settings.application
+    if cluster.settings.log_topic(application) in cluster.topics.all(deadline):  # a look creates no log
+        ledger = cluster.context.ledger(application, application)
+        with suppress(AccessDenied, EvidenceLost, OutcomeUnknown):
+            ledger.positions("", deadline)  # reads the log
+            for group, _, held in ledger.holds(deadline):
+                name, until, log = held.transaction, held.expires_at, {**held.log, "log": application}
+                token = Token("rocketmq", cluster.id, name, {}, True, until, log=log)
+                owner = name.rsplit("/", 2)[0]
+                yield OpenTransaction(name, "prepared", application, None, until, (), (group,), None, token, owner)
 
 
 # --- ending by hand ---------------------------------------------------------------------------------------------------

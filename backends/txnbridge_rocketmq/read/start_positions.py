@@ -179,7 +179,7 @@ class GroupPositions:
     def held(self, deadline: Deadline) -> dict[Partition, Held]:
         """Return partitions on which undecided prepared transactions acknowledge, by the records read so far."""
         with self._with_evidence():
-            return self._ledger.held(self._group, deadline)
+            return {place: held for group, place, held in self._ledger.holds(deadline) if group == self._group}
 
     def _free(self, targets: Targets, deadline: Deadline) -> Targets:
         """Return `targets` without the partitions on which a prepared transaction acknowledges (hazard H95).

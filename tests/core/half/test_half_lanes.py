@@ -30,6 +30,7 @@ from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, Message, Outcome, connect, errors, plugins
 from txnbridge._base.connection import Connection
 from txnbridge._base.events import Event
+from txnbridge._half import index as half_index
 from txnbridge._half import lane as half_lane
 from txnbridge._half.index import LaneIndex
 from txnbridge._half.lane import Lane
@@ -252,6 +253,19 @@ def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_a
         assert values(seen(bridge, topic)).count(b"late") == 1
         eventually(lambda: bridge.admin.bounds(lane)[lane, 0][1] == (begin()[0] + 1,), "all is removed but a beat")
     assert late.outcome is Outcome.UNKNOWN
+
+
+def test_a_half_of_which_only_a_part_was_read_is_asked_about_when_it_is_due(bridge, topic, group, monkeypatch):
+    """Another thread has read on behind its own heartbeat, and its poll ended within the half."""
+    monkeypatch.setattr(half_index, "_POLL_RECORDS", 2)
+    lane = lanes(bridge, group).own_lane(Deadline(SOON))
+    lane.beat(0.0, Deadline(SOON), "mine")
+    messages = [HalfMessage(topic, b"%d" % number, None, ()) for number in range(3)]
+    lane.store(Half(group, "sale/1", messages, 0, 0), Deadline(SOON))
+    lane.index.read_until("mine", Deadline(SOON))
+    (half,) = lane.next_halves(group, 1, Deadline(SOON))
+    assert [message.value for message in half.messages] == [b"0", b"1", b"2"]
+    assert lanes(bridge, group).parked(Deadline(SOON)) == []
 
 
 def test_a_process_without_a_resolver_removes_records_of_done_halves(bridge, topic, group, with_timing):

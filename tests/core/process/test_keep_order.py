@@ -2,8 +2,11 @@
 
 import random
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.failing import fail_call, note_calls
 from txnbridge import Batch, Bridge, Message, Processor, Transaction
 from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
+from txnbridge._process.redrive import Redrive
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
 from txnbridge._process.waiting_keys import WaitingKeys
 from txnbridge._read.consumer import RawConsumer
@@ -276,3 +280,51 @@ def test_a_delay_that_is_taken_out_of_the_list_holds_no_key_back(bridge):
     with in_order(bridge, handler, retry=DELAYS[:1]) as running:
         eventually(lambda: values(bridge, "out") == [b"a1", b"a2"], "a2 comes out")
     assert running.stats.delayed == 0
+
+
+def comes_out(bridge: Bridge, value: str) -> bool:
+    return value.encode() in values(bridge, "out")
+
+
+def test_in_a_topic_that_was_made_anew_the_order_of_each_key_is_kept(bridge):
+    """The retry topics have notes about messages of the topic before, which stood at the same places."""
+    for first, second in ("a1", "a2"), ("a3", "a4"):
+        feed(bridge, first, second)
+        in_order(bridge, FailingFirst(**{first: 1}), retry=[0.3], max_messages=1).run(until_idle=True)
+        with in_order(bridge, FailingFirst(), retry=[0.3], max_messages=1):
+            eventually(partial(comes_out, bridge, second), "both come out")
+        bridge.admin.delete_topic("in")
+        bridge.ensure_topics("in")
+    eventually(lambda: len(values(bridge, "out")) == 4, "all come out")
+    assert values(bridge, "out") == [b"a1", b"a2", b"a3", b"a4"]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_messages_wait_behind_a_redriven_dead_letter_that_fails_again(bridge, restarts):
+    handler = FailingFirst(a1=3)
+    feed(bridge, "a1")
+    with ExitStack() as stack:
+        running = stack.enter_context(in_order(bridge, handler, retry=[0.5], dead_letter="dead"))
+        eventually(lambda: running.stats.dead_letters, "it has no attempt left")
+        Redrive(bridge, "dead", group="g").run()
+        eventually(lambda: running.stats.delayed == 2, "it waits again")
+        if restarts:
+            stack.close()
+            stack.enter_context(in_order(bridge, handler, retry=[0.5], dead_letter="dead"))
+        feed(bridge, "a2")
+        eventually(lambda: len(values(bridge, "out")) == 2, "both come out")
+    assert values(bridge, "out") == [b"a1", b"a2"]
+
+
+def test_a_time_that_ends_right_before_the_marker_is_sent_does_not_stop_the_loop(bridge, monkeypatch):
+    slow = [1.0]
+
+    def make_slowly() -> uuid.UUID:
+        time.sleep(slow.pop() if slow else 0)
+        return uuid.UUID(int=random.getrandbits(128))
+
+    monkeypatch.setattr(uuid, "uuid4", make_slowly)
+    feed(bridge, "a1")
+    with in_order(bridge, FailingFirst(), timeout=0.8):
+        eventually(lambda: values(bridge, "out") == [b"a1"], "the next pass has enough time")
+    assert not slow
