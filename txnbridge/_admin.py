@@ -100,8 +100,7 @@ class Admin:
         Reading between two positions before this end always yields the same messages, until retention removes them.
         Raise `NotFound` if a topic does not exist.
         """
-        names = (topics,) if isinstance(topics, str) else tuple(topics)
-        return self._broker.admin.bounds(names, self._deadline())
+        return self._broker.admin.bounds((topics,) if isinstance(topics, str) else tuple(topics), self._deadline())
 
     def topic_ids(self, topics: str | Iterable[str]) -> dict[str, str]:
         """Return, for each topic, an id that a later topic of the same name does not have.
@@ -109,8 +108,7 @@ class Admin:
         A position is valid only in the topic in which it was read, so a program that stores positions should store
         these ids with them. Topics that do not exist, and topics for which the broker has no id, are left out.
         """
-        names = (topics,) if isinstance(topics, str) else tuple(topics)
-        return self._broker.admin.topic_ids(names, self._deadline())
+        return self._broker.admin.topic_ids((topics,) if isinstance(topics, str) else tuple(topics), self._deadline())
 
     def groups(self) -> dict[str, int]:
         """Return the number of members of every group, by name."""

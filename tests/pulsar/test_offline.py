@@ -34,7 +34,7 @@ from txnbridge_pulsar.outcome.proof import ProofRecord
 from txnbridge_pulsar.read import partition as partition_module
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
-from txnbridge_pulsar.read.subscriptions import mode_of
+from txnbridge_pulsar.read.subscriptions import SharedMode, mode_of
 from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.topics import PulsarTopics
@@ -1125,3 +1125,25 @@ def test_a_thread_that_waits_for_anothers_connection_of_the_decision_log_keeps_i
     log = PulsarLog(client, topics, "log", Deadline(SOON), Emitter("tests", ()))
     with hold.asked_by(lambda: log.append(b"", Deadline(SOON))), pytest.raises(errors.DeadlineExceeded):
         getattr(log, call)(*[b""] * (call == "append"), Deadline(0.1))
+
+
+def test_entries_of_a_consumer_that_is_reopened_while_its_partition_is_assigned_come(monkeypatch) -> None:
+    with member_of([1], set(), "group", sharing="message") as (member, broker, made):
+        member.has(1)
+        flows, reopened = list[int](), list[PulsarPartition]()
+
+        def flow(peer: Peer, fields: dict[str, Any]) -> None:
+            if fields["consumer_id"] != made[0][1]:
+                flows.append(fields["consumer_id"])
+                deliver(peer, flows[-1], [1][: 2 - len(flows)])
+
+        def grant(call: Callable[..., None], mode: SharedMode, partition: PulsarPartition, messages: int) -> None:
+            if not reopened:  # by work in the background
+                reopened.append(partition)
+                partition.consumer.reopen(SOON)
+            call(mode, partition, messages)
+
+        broker.handlers["subscribe"] = lambda peer, fields: peer.answer(fields, "success")
+        broker.handlers |= {"flow": flow, "redeliver": lambda peer, fields: deliver(peer, fields["consumer_id"], [1])}
+        replace_method(monkeypatch, SharedMode, "grant_permits", grant)
+        assert [m.value for m in member.take(1, 8)] == [b"1"]

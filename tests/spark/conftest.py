@@ -19,7 +19,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A broker; but on the embedded one each test has topics of its own."""
     if request.param == "embedded":
         return f"embedded:{tmp_path / 'broker.db'}"
-    broker: brokers.Broker = request.getfixturevalue(f"{request.param}_broker")
+    broker: brokers.Broker
+    if request.param == "loaded rocketmq":
+        broker = request.getfixturevalue("start_rocketmq")(settings=kit.LOADED_ROCKETMQ)
+    else:
+        broker = request.getfixturevalue(f"{request.param}_broker")
     return f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
 
 

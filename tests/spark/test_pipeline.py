@@ -265,7 +265,7 @@ def test_killed_between_batches_the_same_command_goes_on(bridge, url, topics, tm
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [6])
-@where_positions_are_numbers
+@pytest.mark.parametrize("url", ["embedded", "kafka", pytest.param("loaded rocketmq", id="rocketmq")], indirect=True)
 def test_killed_again_and_again_every_message_is_published_once(bridge, url, topics, tmp_path, kills):
     """The pipeline may die at any point, also in the commit. Each run publishes at least one batch."""
     source, target = topics

@@ -101,8 +101,7 @@ def _content(codec: Codec) -> _Content:
             return _of_schema(name, inner.pop(name, schema), inner)
         if isinstance(codec, codecs.pydantic):
             schema = codec._adapter.json_schema(ref_template="#/components/schemas/{model}")
-            inner = schema.pop("$defs", {})
-            return _of_schema(schema.get("title", "value"), schema, inner)
+            return _of_schema(schema.get("title", "value"), schema, schema.pop("$defs", {}))
     return _Content(type(codec).__name__.lower(), {}, {})
 
 

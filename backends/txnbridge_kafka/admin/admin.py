@@ -172,9 +172,8 @@ class KafkaAdmin(Admin):
         listed = self._requests.transactions(deadline, _UNENDED)
         # The ids are filtered first, because each described id may be looked up in every decision log.
         wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
-        described = self._requests.describe(wanted, deadline)
         # Transactions that have ended since they were listed are left out.
-        return [last for last in described.values() if last.state in _UNENDED]
+        return [last for last in self._requests.describe(wanted, deadline).values() if last.state in _UNENDED]
 
     def _info_of(self, last: TransactionDescription, records: _PrepareRecords, cluster: str) -> OpenTransaction:
         prepared = records.of(last)

@@ -244,7 +244,8 @@ class PulsarReader(Reader):
         finally:
             with self._guard:
                 partition.leave()
-            if partition.consumer.active:  # assigned again already, and some of its new entries were just dropped
+            # Assigned again already, or reopened, which shared groups are not told: new entries were just dropped.
+            if partition.consumer.active is not False:
                 with suppress(wire.BrokerConnectionLost):
                     partition.consumer.redeliver()
 

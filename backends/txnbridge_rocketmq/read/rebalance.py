@@ -105,8 +105,7 @@ class Rebalancer:
 
     def _client_id(self) -> str:
         topics = ".".join(_short_hash(topic) for topic in sorted(self._topics))
-        instance = uuid.uuid4().hex[:12]
-        return f"{socket.gethostname()}@{os.getpid()}@txnbridge-{instance}.{self._application}.{topics}"
+        return f"{socket.gethostname()}@{os.getpid()}@txnbridge-{uuid.uuid4().hex[:12]}.{self._application}.{topics}"
 
     def _on_members(self, group: str) -> None:
         self._changed.set()

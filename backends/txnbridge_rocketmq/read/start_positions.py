@@ -110,8 +110,7 @@ class QueueOffsets:
             self._client.submit(queue.broker, request, _OFFSET_COMMIT_SECONDS)
 
     def _ask(self, queue: Queue, request: RpcRequest[T], deadline: Deadline) -> T:
-        action = f"asking about {queue.topic}[{queue.queue}]"
-        return retry_call(self._client, queue.broker, request, action, deadline)
+        return retry_call(self._client, queue.broker, request, f"asking about {queue.topic}[{queue.queue}]", deadline)
 
 
 class InitialPositions:

@@ -68,8 +68,7 @@ class ClientFaults(Faults):
             case "pause":
                 process.pause()
                 # Some pauses are longer than the deadline of the process's transactions, which then expire.
-                longest = chance.choice((3, 12))
-                return Injected("pause", process.name, chance.uniform(0, longest), process.resume)
+                return Injected("pause", process.name, chance.uniform(0, chance.choice((3, 12))), process.resume)
             case _ if not any(each.paused for each in self._processes):  # whose locks might keep it from ending
                 name = process.name
                 process.stop()

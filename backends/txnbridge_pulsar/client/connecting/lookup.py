@@ -136,8 +136,7 @@ class Lookup:
     def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
 
         def ask(connection: BrokerConnection, left: ClientDeadline) -> list[str]:
-            answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)
-            return list(answer.get("topics", []))
+            return list(connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0).get("topics", []))
 
         return self._ask_any_broker(deadline, ask)
 
