@@ -276,6 +276,7 @@ class Lane:
             if each is None or each.parked:
                 continue
             if each.checks >= broker.half_checks:
+                self._ask_at(id, each.check_at)  # again, if the next line fails
                 self.park(id, f"{each.checks} check-backs had no decision", deadline)
                 continue
             pause = broker.half_check_seconds * min(1 << each.checks, _LONGEST_PAUSE_FACTOR)

@@ -226,6 +226,17 @@ def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes
         lanes(bridge, group).leave(Deadline(0.1))
 
 
+def test_a_half_whose_parking_has_failed_is_parked_later(bridge, topic, group, monkeypatch):
+    lane = lanes(bridge, group).own_lane(Deadline(SOON))
+    lane.store(Half(group, "sale/1", [HalfMessage(topic, b"1", None, ())], 0, 0), Deadline(SOON))
+    lane.index.undone["sale/1"].checks = broker_of(bridge).half_checks
+    fail_call(monkeypatch, lane, "park", errors.BrokerUnavailable("away"))
+    with pytest.raises(errors.BrokerUnavailable):
+        lane.next_halves(group, 1, Deadline(SOON))
+    assert lane.next_halves(group, 1, Deadline(SOON)) == []
+    assert [half.transaction for half in lanes(bridge, group).parked(Deadline(SOON))] == ["sale/1"]
+
+
 @pytest.mark.parametrize("call", ["__init__", "lag"])
 def test_a_lane_is_read_by_the_callers_deadline(txnbridge_url, bridge, topic, group, monkeypatch, call):
     leave_undecided(txnbridge_url, group, topic, b"1")
