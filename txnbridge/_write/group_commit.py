@@ -381,6 +381,9 @@ class Member(TakenWriter, Writer):
     def abort(self, deadline: Deadline) -> None:
         if self.writer is not None:
             self.writer.abort(deadline)
+        elif (state := self.state_after_interrupt()) is not State.ABORTED:  # a cancelled task has left it in its batch
+            text = f"the commit of transaction {self.parameters.transaction} had begun; it is {state.value}"
+            raise errors.OutcomeUnknown(text, token=self.token and str(self.token))
 
     def reopen(self, deadline: Deadline) -> None:
         raise errors.InvalidState("a gathered transaction has no writer to reopen")

@@ -435,7 +435,7 @@ class Transaction(ConnectionUser):
                 self._finish()
             else:
                 self._abort_after(error)
-        elif self._shut and error is None:
+        elif self._shut and self._state is State.ABORTED and error is None:
             self._connection.check_process()
             raise errors.TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
 
