@@ -66,7 +66,7 @@ async def test_an_undecodable_message_is_told_with_the_next_poll_if_the_task_was
         with pytest.raises(Poison) as poison:
             await take(how, consumer, 2)
         assert poison.value.message.value == b"{"
-        assert await take(how, consumer, 2) == [1]
+        assert list(map(str, await take(how, consumer, 2))) == ["1"]
         if group is not None:
             async with bridge.transaction() as txn:
                 await txn.ack(poison.value.message)

@@ -383,7 +383,7 @@ class Member(TakenWriter, Writer):
             self.writer.abort(deadline)
         elif (state := self.state_after_interrupt()) is not State.ABORTED:  # a cancelled task has left it in its batch
             text = f"the commit of transaction {self.parameters.transaction} had begun; it is {state.value}"
-            raise errors.OutcomeUnknown(text, token=self.token and str(self.token))
+            raise errors.OutcomeUnknown(text, token=None if self.token is None else str(self.token))
 
     def reopen(self, deadline: Deadline) -> None:
         raise errors.InvalidState("a gathered transaction has no writer to reopen")

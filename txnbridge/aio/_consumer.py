@@ -83,22 +83,20 @@ class Consumer(ClosedByBlock):
         If the task is cancelled before it has the batch, or a `Poison`, the next call repeats it (hazard H111).
         """
 
-        def keep_poison() -> Batch:
+        def batch_or_poison() -> Batch | Poison:
             try:
                 return read(lambda: call.runs_behind)
             except Poison as error:
                 self._sync._deliveries.on_the_way = [error.message]
-                raise
+                return error
 
-        call = Call(keep_poison, patience=self._timeout)
+        call = Call(batch_or_poison, patience=self._timeout)
         self._calls.refuse_beside_another("poll")
-        try:
-            batch = await self._calls.run(call)
-        except Poison:
-            self._sync._received()
-            raise
+        found = await self._calls.run(call)
         self._sync._received()
-        return batch
+        if isinstance(found, Poison):
+            raise found
+        return found
 
     async def assignment(self) -> list[Partition]:
         """Return the partitions that are assigned to this consumer now."""

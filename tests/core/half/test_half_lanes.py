@@ -231,7 +231,7 @@ def test_a_half_stored_while_its_process_leaves_the_group_is_ended_by_it(bridge,
     own, stored = lanes(bridge, group), list[Half]()
     own.own_lane(Deadline(SOON))
     half = Half(group, "sale/1", [HalfMessage(topic, b"1", None, ())], 0, 0)
-    on_call(monkeypatch, Lane, "tend", lambda *_: stored or stored.append(own.store(half, Deadline(SOON))))
+    on_call(monkeypatch, Lane, "tend", lambda *_: stored.__iadd__([own.store(half, Deadline(SOON))]))
     own.leave(Deadline(SOON))
     assert own.end(stored[0], COMMIT, Deadline(SOON)) is Outcome.COMMITTED
     assert values(seen(bridge, topic)) == [b"1"]
