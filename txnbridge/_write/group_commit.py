@@ -429,9 +429,8 @@ class Member(TakenWriter, Writer):
         """Commit the transaction in a batch; alone if it has its own writer, or if the batch was aborted."""
         if self.writer is None:
             if deadline.expired and not self._joined:
-                raise errors.TransactionTimedOut(
-                    f"transaction {self.parameters.transaction} was not ended by its deadline"
-                )
+                text = f"transaction {self.parameters.transaction} was not ended by its deadline"
+                raise errors.TransactionTimedOut(text)
             if (self._joined or self._may_join) and self._commit_in_batch(deadline):
                 return
         self._promoted()

@@ -684,9 +684,8 @@ class Transaction(ConnectionUser):
     def __del__(self) -> None:
         if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
             # `Writers` aborts the transaction later, because garbage collection may run while locks are held.
-            warnings.warn(
-                f"transaction {self.id} was left unfinished; it will be aborted", ResourceWarning, stacklevel=2
-            )
+            text = f"transaction {self.id} was left unfinished; it will be aborted"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
 def _encode_item(topic: Topic, item: Any, makers: Sequence[Any]) -> Any:
