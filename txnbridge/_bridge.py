@@ -220,9 +220,8 @@ class Bridge:
         connection = self._connection
         broker = connection.broker
         if wanted and not broker.group_commit:
-            raise NotSupported(
-                "the transactions of several threads cannot share one on this broker (group_commit=True)"
-            )
+            text = "the transactions of several threads cannot share one on this broker (group_commit=True)"
+            raise NotSupported(text)
         if not (broker.group_commit if wanted is None else wanted):
             return None
         # Up to this many open transactions none is gathered: most brokers commit those of several writers in parallel.
@@ -325,9 +324,8 @@ class Bridge:
         self._connection.check_open()
         if db is not None:
             if prepare or hold is not None or fingerprint or not group_commit:
-                raise InvalidOption(
-                    "db= goes with timeout= and group=, not with prepare=, hold=, fingerprint=, group_commit="
-                )
+                text = "db= goes with timeout= and group=, not with prepare=, hold=, fingerprint=, group_commit="
+                raise InvalidOption(text)
             return self._open_barriers().transaction(db, group, timeout)
         if group is not None:
             raise InvalidOption("group= is for transactions with db=")
@@ -399,9 +397,8 @@ class Bridge:
             self.capabilities.require(Capability.PREPARE)
             most = self.limits.prepared_seconds
             if most is not None and timeout + (hold or 0) > most:
-                raise InvalidOption(
-                    f"timeout and hold are {timeout + (hold or 0):g} s together; this broker allows {most:g} s"
-                )
+                text = f"timeout and hold are {timeout + (hold or 0):g} s together; this broker allows {most:g} s"
+                raise InvalidOption(text)
         name = f"{connection.identity.name}/{connection.name[-8:]}/{next(self._count)}{mark}"
         return Begin(name, Deadline(timeout), prepare, hold, in_span=bool(mark))
 
@@ -651,9 +648,8 @@ class Bridge:
         """Warn of transactions that were left unfinished. `close` does so last: a warning may be raised as an error."""
         aborted, self._aborted = self._aborted, []
         for transaction in aborted:
-            warnings.warn(
-                f"transaction {transaction} was left unfinished; it is aborted", ResourceWarning, stacklevel=3
-            )
+            text = f"transaction {transaction} was left unfinished; it is aborted"
+            warnings.warn(text, ResourceWarning, stacklevel=3)
 
     def _stop_services(self, deadline: Deadline) -> None:
         for service in list(self._connection.services):
@@ -725,11 +721,8 @@ class Bridge:
         if not getattr(self, "_let_go", True) and not self._connection.forked:
             # The next `connect` closes the bridge, because garbage collection may run while locks are held.
             _dropped.append(self)
-            warnings.warn(
-                f"{self!r} was dropped without close(); it is closed by the next connect(), or when the program ends",
-                ResourceWarning,
-                stacklevel=2,
-            )
+            text = f"{self!r} was dropped without close(); it is closed by the next connect(), or when the program ends"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
     def _forget_parent(self) -> None:
         """Refuse all calls on this bridge in the child of a fork."""

@@ -8,7 +8,7 @@ import pytest
 import txnbridge
 from tests.aio.kit import MOMENTS, SOON, Cancelling, cancelled_when, in_txnbridge
 from tests.conformance.broken import around
-from txnbridge import aio
+from txnbridge import Poison, Topic, aio, codecs
 from txnbridge.errors import DeadlineExceeded
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +47,29 @@ async def test_messages_that_a_cancelled_poll_had_fetched_come_with_the_next_pol
         while len(seen) < 10:
             seen += await take(how, consumer, 2)
         assert seen == [b"%d" % number for number in range(10)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("group", ["g", None])
+@pytest.mark.parametrize("how", ["poll", "batches", "iteration"])
+async def test_an_undecodable_message_is_told_with_the_next_poll_if_the_task_was_cancelled(
+    how, group, moment, monkeypatch, url, bridge
+):
+    """Otherwise it would be skipped, and in a group on a broker of positions nothing after it could be acknowledged."""
+    with txnbridge.connect(url) as sync, sync.transaction() as txn:
+        txn.send_many("b", [b"{", b"1"])
+    async with bridge.consumer(Topic("b", codecs.json), group) as consumer:
+        with monkeypatch.context() as patch:
+            cancelling = Cancelling(patch, 1, moment)
+            await cancelling.run(lambda: take(how, consumer, 2))
+        assert cancelling.reached
+        with pytest.raises(Poison) as poison:
+            await take(how, consumer, 2)
+        assert poison.value.message.value == b"{"
+        assert list(map(str, await take(how, consumer, 2))) == ["1"]
+        if group is not None:
+            async with bridge.transaction() as txn:
+                await txn.ack(poison.value.message)
 
 
 async def test_a_long_poll_whose_task_was_cancelled_ends_soon(bridge):

@@ -7,13 +7,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 from anyio import to_thread
+from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
-from tests.aio.kit import SOON, cancelled_when, until, values
+from tests.aio.kit import SOON, Cancelling, cancelled_when, until, values
+from tests.failing import fail_call
 from tests.inside import group_commit_of, writers_of
-from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
+from txnbridge import Event, Outcome, State, TokenState, aio, hookimpl, plugins
 from txnbridge._write.group_commit import GroupCommit
-from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, OutcomeUnknown
 
 pytestmark = pytest.mark.anyio
 
@@ -137,6 +139,27 @@ async def test_a_commit_that_is_cancelled_in_its_batch_goes_on(url, held, bridge
     assert txn.outcome is Outcome.UNKNOWN
     held.go.set()
     assert await txn.settle() is Outcome.COMMITTED
+    assert values(url, "a") == [b"0", b"0", b"1"]
+
+
+@pytest.mark.parametrize("moment", ["before", "queued"])
+async def test_a_commit_whose_batch_got_no_answer_is_not_told_as_aborted_if_its_task_is_cancelled(
+    moment, url, monkeypatch, bridge
+):
+    """The task would ask for the outcome in a thread, and is cancelled before it does, say by a timeout of its own."""
+    txn = await bridge.transaction(timeout=SOON)
+
+    async def commit():
+        async with txn:
+            await txn.send("a", b"1")
+
+    with monkeypatch.context() as patch:
+        fail_call(patch, PlainWriter, "commit", OutcomeUnknown("the answer is lost"), happens=True)
+        cancelling = Cancelling(patch, 1, moment)
+        await cancelling.run(commit)
+    assert cancelling.reached
+    assert txn.outcome is Outcome.UNKNOWN
+    assert (await bridge.status(txn.token)).state is TokenState.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"1"]
 
 

@@ -1,5 +1,6 @@
 """Spans of tasks: all or none, also if the task is cancelled anywhere."""
 
+import asyncio
 import threading
 import time
 from functools import partial
@@ -8,8 +9,8 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import MOMENTS, Cancelling, cancelled_when, values
-from txnbridge import Outcome, aio
+from tests.aio.kit import MOMENTS, SOON, Cancelling, cancelled_when, until, values
+from txnbridge import Outcome, State, aio
 from txnbridge.errors import Abort, InvalidOption, InvalidState
 from txnbridge.testing import listening
 
@@ -77,6 +78,40 @@ def test_a_span_whose_task_is_cancelled_anywhere_is_all_or_none(moment, tmp_path
         if not cancelling.reached:
             break
     assert number > 5 and program.told is Outcome.COMMITTED
+
+
+async def _cancel_twice(urls: list[str], aborting: threading.Event, go: threading.Event) -> aio.Span:
+    """Cancel the task of a span in its block, and again while the first part is being aborted."""
+    async with aio.connect(urls[0]) as here, aio.connect(urls[1]) as there:
+        span, inside = aio.spanning(here, there), asyncio.Event()
+
+        async def program() -> None:
+            async with span:
+                inside.set()
+                await asyncio.sleep(SOON)
+
+        task = asyncio.ensure_future(program())
+        await inside.wait()
+        task.cancel()
+        await until(aborting.is_set)
+        task.cancel()
+        await asyncio.wait([task])
+        go.set()
+        await until(lambda: {span.on(here).state, span.on(there).state} == {State.ABORTED})
+    return span
+
+
+def test_a_span_whose_task_is_cancelled_twice_aborts_all_parts(tmp_path):
+    aborting, go = threading.Event(), threading.Event()
+
+    def hold(event):
+        if (event.name, event.phase) == ("abort", "before") and not aborting.is_set():
+            aborting.set()
+            assert go.wait(SOON)
+
+    with listening(hold):
+        span = asyncio.run(_cancel_twice([f"embedded:{tmp_path}/{name}.db" for name in "ab"], aborting, go))
+    assert span.outcome is Outcome.ABORTED
 
 
 @pytest.mark.anyio

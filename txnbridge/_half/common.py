@@ -31,9 +31,8 @@ def half_store(connection: Connection) -> HalfStore:
 
 def check_group(group: object) -> str:
     if not isinstance(group, str) or not group or any(c.isspace() for c in group):
-        raise InvalidOption(
-            f"a group of half messages, also by application=, is text without white space, not {group!r}"
-        )
+        text = f"a group of half messages, also by application=, is text without white space, not {group!r}"
+        raise InvalidOption(text)
     return group
 
 
@@ -45,9 +44,8 @@ def refuse_records_of_spans(group: object) -> None:
 
 def check_decision(what: str, decision: object) -> None:
     if not isinstance(decision, Decision):
-        raise InvalidOption(
-            f"{what} returned {type(decision).__name__}; it must return Decision.COMMIT, ABORT or UNDECIDED"
-        )
+        text = f"{what} returned {type(decision).__name__}; it must return Decision.COMMIT, ABORT or UNDECIDED"
+        raise InvalidOption(text)
 
 
 def end_half(connection: Connection, store: HalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:

@@ -163,9 +163,8 @@ class HalfTransaction(ConnectionUser):
             with suppress(errors.TxnBridgeError):
                 self._store.end(half, Decision.ABORT, Deadline(min(END_SECONDS, self._deadline.left())))
             if isinstance(error, errors.OutcomeUnknown):
-                raise errors.BrokerUnavailable(
-                    f"the messages could not be stored, and nothing was done: {error}"
-                ) from error
+                text = f"the messages could not be stored, and nothing was done: {error}"
+                raise errors.BrokerUnavailable(text) from error
             raise
 
     def _do_the_work(self) -> Decision:

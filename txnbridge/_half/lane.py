@@ -178,9 +178,8 @@ class Lane:
             if id not in self.index.undone:
                 if half.how:
                     self.beat(0.0, deadline)  # only the lane's present holder can tell (hazard H154)
-                    raise errors.EvidenceLost(
-                        f"half messages of {id} have ended long ago: only its own records tell how"
-                    )
+                    text = f"half messages of {id} have ended long ago: only its own records tell how"
+                    raise errors.EvidenceLost(text)
                 return Outcome.ABORTED  # it was not stored
             outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
             messages = self._messages(half, deadline) if decision is Decision.COMMIT else []
@@ -223,9 +222,8 @@ class Lane:
             return half.messages
         found = self.bodies([half.transaction], deadline)
         if half.transaction not in found:
-            raise errors.EvidenceLost(
-                f"records of the half messages of {half.transaction} were deleted from {self.topic!r}"
-            )
+            text = f"records of the half messages of {half.transaction} were deleted from {self.topic!r}"
+            raise errors.EvidenceLost(text)
         return found[half.transaction]
 
     def _refused(
@@ -276,6 +274,7 @@ class Lane:
             if each is None or each.parked:
                 continue
             if each.checks >= broker.half_checks:
+                self._ask_at(id, each.check_at)  # again, if the next line fails
                 self.park(id, f"{each.checks} check-backs had no decision", deadline)
                 continue
             pause = broker.half_check_seconds * min(1 << each.checks, _LONGEST_PAUSE_FACTOR)

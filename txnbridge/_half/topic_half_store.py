@@ -424,13 +424,14 @@ class LaneGroup:
         """Close this process's topics of half messages; free its own for others if no half message in it is open."""
         with deadline.holding(self._turn, f"another thread tended {self._group!r}"), self._opens(deadline):
             for number, lane in list(self._lanes.items()):
-                if self._is_own(lane) and not lane.index.undone:
-                    with suppress(TxnBridgeError):
+                with suppress(TxnBridgeError), closing(lane):
+                    if self._is_own(lane) and not lane.index.undone:
                         lane.tend(deadline)
-                        self._list_lane(number, lane.how["owner"], deadline, owner="")
-                    self._own = None
+                        lane.close()  # before the next look, so that no other thread stores a half behind it
+                        if not lane.index.undone:
+                            self._list_lane(number, lane.how["owner"], deadline, owner="")
+                            self._own = None
                 self._lanes.pop(number, None)
-                lane.close()
             self._seen.clear()
 
     def close(self) -> None:

@@ -513,9 +513,8 @@ def _check(
     for assignment in wanted:
         if assignment.ended or consumer is None:
             topic, partition = assignment.partition
-            raise Conflict(
-                f"{topic}[{partition}] left this consumer after the message was delivered; it comes again elsewhere"
-            )
+            text = f"{topic}[{partition}] left this consumer after the message was delivered; it comes again elsewhere"
+            raise Conflict(text)
     deliveries.check_holder(transaction)
     for assignment, positions in wanted.items():
         if up_to and positions[0] in assignment.out:  # otherwise it is refused, and with it those before it

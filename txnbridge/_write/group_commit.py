@@ -381,6 +381,9 @@ class Member(TakenWriter, Writer):
     def abort(self, deadline: Deadline) -> None:
         if self.writer is not None:
             self.writer.abort(deadline)
+        elif (state := self.state_after_interrupt()) is not State.ABORTED:  # a cancelled task has left it in its batch
+            text = f"the commit of transaction {self.parameters.transaction} had begun; it is {state.value}"
+            raise errors.OutcomeUnknown(text, token=None if self.token is None else str(self.token))
 
     def reopen(self, deadline: Deadline) -> None:
         raise errors.InvalidState("a gathered transaction has no writer to reopen")
@@ -426,9 +429,8 @@ class Member(TakenWriter, Writer):
         """Commit the transaction in a batch; alone if it has its own writer, or if the batch was aborted."""
         if self.writer is None:
             if deadline.expired and not self._joined:
-                raise errors.TransactionTimedOut(
-                    f"transaction {self.parameters.transaction} was not ended by its deadline"
-                )
+                text = f"transaction {self.parameters.transaction} was not ended by its deadline"
+                raise errors.TransactionTimedOut(text)
             if (self._joined or self._may_join) and self._commit_in_batch(deadline):
                 return
         self._promoted()

@@ -435,7 +435,7 @@ class Transaction(ConnectionUser):
                 self._finish()
             else:
                 self._abort_after(error)
-        elif self._shut and error is None:
+        elif self._shut and self._state is State.ABORTED and error is None:
             self._connection.check_process()
             raise errors.TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
 
@@ -684,9 +684,8 @@ class Transaction(ConnectionUser):
     def __del__(self) -> None:
         if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
             # `Writers` aborts the transaction later, because garbage collection may run while locks are held.
-            warnings.warn(
-                f"transaction {self.id} was left unfinished; it will be aborted", ResourceWarning, stacklevel=2
-            )
+            text = f"transaction {self.id} was left unfinished; it will be aborted"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
 def _encode_item(topic: Topic, item: Any, makers: Sequence[Any]) -> Any:

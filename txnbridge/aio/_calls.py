@@ -433,11 +433,7 @@ class ClosedByBlock:
             await self.close()
 
 
-class _Closeable(Protocol):
-    def close(self) -> None: ...
-
-
-def close_opened(opened: _Closeable | None) -> None:
+def close_opened(opened: Any) -> None:
     """Close what a call has opened for a task that was cancelled meanwhile."""
     if opened is not None:
         opened.close()

@@ -10,6 +10,7 @@ import txnbridge
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Batch, Message
 from txnbridge.aio._calls import Call, ClosedByBlock, OneCall, delegated
+from txnbridge.errors import Poison
 from txnbridge.spi import Partition
 
 R = TypeVar("R")
@@ -79,13 +80,23 @@ class Consumer(ClosedByBlock):
     async def _read(self, read: Callable[[Callable[[], bool]], Batch]) -> Batch:
         """Call `read` in a thread, with a function that returns whether this task was cancelled; return its batch.
 
-        If the task is cancelled before it has the batch, the next call returns the batch again (hazard H111).
+        If the task is cancelled before it has the batch, or a `Poison`, the next call repeats it (hazard H111).
         """
-        call = Call(lambda: read(lambda: call.runs_behind), patience=self._timeout)
+
+        def batch_or_poison() -> Batch | Poison:
+            try:
+                return read(lambda: call.runs_behind)
+            except Poison as error:
+                self._sync._deliveries.on_the_way = [error.message]
+                return error
+
+        call = Call(batch_or_poison, patience=self._timeout)
         self._calls.refuse_beside_another("poll")
-        batch = await self._calls.run(call)
+        found = await self._calls.run(call)
         self._sync._received()
-        return batch
+        if isinstance(found, Poison):
+            raise found
+        return found
 
     async def assignment(self) -> list[Partition]:
         """Return the partitions that are assigned to this consumer now."""

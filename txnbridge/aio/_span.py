@@ -97,11 +97,16 @@ class Span:
         return False
 
     async def _abort_after(self, sync: txnbridge.Span, error: BaseException) -> bool:
+        leave = Call(partial(sync.__exit__, type(error), error, None), must_run=True)
         with CancelScope(shield=True):
-            for part in self._parts.values():
-                with suppress(TxnBridgeError):  # a call whose task was cancelled may hang: then it is aborted behind it
-                    await part._run_end(part._last_call(part._sync.abort))
-            await self._calls.run(Call(partial(sync.__exit__, type(error), error, None), must_run=True))
+            try:
+                for part in self._parts.values():
+                    with suppress(TxnBridgeError):  # a call of a cancelled task may hang: then it is aborted behind it
+                        await part._run_end(part._last_call(part._sync.abort))
+            except BaseException:  # the task was cancelled once more by `task.cancel()`
+                leave.run_behind()
+                raise
+            await self._calls.run(leave)
         return isinstance(error, Abort)
 
 

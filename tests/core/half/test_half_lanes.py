@@ -22,7 +22,7 @@ from txnbridge_embedded.read.reader import UngroupedReader
 import txnbridge
 from tests.core import half_topic_backend
 from tests.core.reading_kit import SOON
-from tests.failing import fail_call, note_calls
+from tests.failing import fail_call, note_calls, on_call
 from tests.in_time import Hold
 from tests.inside import broker_of, connection_of
 from tests.interrupts import interrupted_everywhere
@@ -224,6 +224,28 @@ def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes
     monkeypatch.setattr(LaneGroup, "_look", hold)
     with hold.asked_by(lambda: lanes(bridge, group).checks(1, Deadline(60))), pytest.raises(errors.DeadlineExceeded):
         lanes(bridge, group).leave(Deadline(0.1))
+
+
+def test_a_half_stored_while_its_process_leaves_the_group_is_ended_by_it(bridge, topic, group, monkeypatch):
+    """A thread has stored it after the other one has seen that nothing is open: the lane is given to nobody."""
+    own, stored = lanes(bridge, group), list[Half]()
+    own.own_lane(Deadline(SOON))
+    half = Half(group, "sale/1", [HalfMessage(topic, b"1", None, ())], 0, 0)
+    on_call(monkeypatch, Lane, "tend", lambda *_: stored.__iadd__([own.store(half, Deadline(SOON))]))
+    own.leave(Deadline(SOON))
+    assert own.end(stored[0], COMMIT, Deadline(SOON)) is Outcome.COMMITTED
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+def test_a_half_whose_parking_has_failed_is_parked_later(bridge, topic, group, monkeypatch):
+    lane = lanes(bridge, group).own_lane(Deadline(SOON))
+    lane.store(Half(group, "sale/1", [HalfMessage(topic, b"1", None, ())], 0, 0), Deadline(SOON))
+    lane.index.undone["sale/1"].checks = broker_of(bridge).half_checks
+    fail_call(monkeypatch, lane, "park", errors.BrokerUnavailable("away"))
+    with pytest.raises(errors.BrokerUnavailable):
+        lane.next_halves(group, 1, Deadline(SOON))
+    assert lane.next_halves(group, 1, Deadline(SOON)) == []
+    assert [half.transaction for half in lanes(bridge, group).parked(Deadline(SOON))] == ["sale/1"]
 
 
 @pytest.mark.parametrize("call", ["__init__", "lag"])
