@@ -167,6 +167,24 @@ def test_a_message_that_was_read_once_and_is_absent_later_was_of_an_aborted_tran
     assert Story().txn("a", "1", result=None).txn("b", what="poll", polls=["1"]).read().found() == ["G1a"]
 
 
+def test_a_message_that_was_received_is_in_every_later_full_read_whatever_is_known_of_its_call():
+    for what, first, found in (
+        ("transaction", "read", ["lost-write"]),
+        ("publish", "poll", ["lost-write"]),
+        ("publish", None, []),
+    ):
+        story = Story().txn("a", "1", what=what, result=None)
+        if first == "read":
+            story.read("1", by="early")
+        elif first:
+            story.txn("b", what=first, polls=["1"])
+        assert story.txn("c", "2").read("-", "2").found() == found
+    story = Story().txn("a", "1", what="publish", result=None)
+    reading = story.begin("reader", "read", topics=["t"])
+    story.txn("b", what="poll", polls=["1"]).end("reader", reading)
+    assert story.found() == []  # it was stored while the read went on
+
+
 def test_a_copy_that_our_readers_drop_is_told_and_no_other_copy():
     for log, copied, found in (
         (("1", "2", "-", "3"), ("1", "2", "1", "3"), "foreign-duplicate"),
