@@ -138,6 +138,12 @@ def test_an_undecided_acknowledgement_may_hold_its_message():
         assert story.drained().read("1").found() == found
 
 
+def test_a_group_owes_a_message_that_anybody_received_whatever_is_known_of_its_call():
+    for seen, found in ((["1"], ["half-ack"]), ([], [])):
+        story = Story().txn("feed", "1", what="publish", result=None).txn("watch", what="poll", polls=seen)
+        assert story.drained().read(*seen).found() == found
+
+
 def test_a_member_that_was_killed_before_it_asked_for_its_commit_has_acknowledged_nothing():
     cases: list[tuple[dict[str, Any], list[str]]] = [({}, ["half-ack"]), ({"ending": 6}, [])]
     for asked, found in cases:

@@ -144,20 +144,16 @@ def _check_drained(
     takers: dict[tuple[str, str], list[int]],
     findings: Findings,
 ) -> None:
-    sends = [
-        (writer, values)
-        for writer, (topic, _), values in tables.history.sends
-        if topic in topics and fate[writer] == COMMITTED and tables.operations[writer].what in WRITES
-    ]
-    writers = np.array([writer for writer, _ in sends], np.int64)
-    due = time.visible.precede(writers, np.full(len(writers), drained))
+    writes = (fate != ABORTED) & np.array([each.what in WRITES for each in tables.operations], bool)
+    there = np.array([tables.key_of(key)[0] in topics for key in range(len(tables.keys))], bool)
+    rows = np.flatnonzero(writes[tables.sends.operation] & there[tables.sends.key])
+    writers, sent, call = tables.sends.operation[rows], tables.sends.value[rows], np.full(len(rows), drained)
+    due = (fate[writers] == COMMITTED) & time.visible.precede(writers, call) | time.received.precede(sent, call)
     # A transaction may have been committed after a full read that shows it to be aborted.
     shown = np.flatnonzero(absent != NONE)
     aborted = set(shown[time.ended_before(np.full(len(shown), drained), absent[shown])].tolist())
-    for at in map(int, np.flatnonzero(due)):
-        writer, values = sends[at]
-        for value in values:
-            taken = takers.get((group, value), ())
-            if aborted.issuperset(taken):
-                text = f"group {group} has read everything, and no transaction that may be committed took {value}"
-                findings.add("half-ack", text, [writer, drained, *taken], [value])
+    for writer, value in zip(writers[due].tolist(), map(tables.value, sent[due]), strict=True):
+        taken = takers.get((group, value), ())
+        if aborted.issuperset(taken):
+            text = f"group {group} has read everything, and no transaction that may be committed took {value}"
+            findings.add("half-ack", text, [writer, drained, *taken], [value])
