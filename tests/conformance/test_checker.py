@@ -257,6 +257,14 @@ def test_a_run_whose_condition_never_comes_true_hangs():
         assert verdict_without("deadline", story) is (Verdict.BROKEN if found else Verdict.KEPT)
 
 
+@pytest.mark.parametrize(("deadline", "fault", "found"), [(8, "", ["hang"]), (8, "kill", []), (30, "", [])])
+def test_a_call_without_an_end_hangs_also_if_its_process_records_nothing_more(deadline, fault, found):
+    story = Story(tick=10**10).txn("a", "1", deadline=deadline, result=None)
+    if fault:
+        story.write("run", fault=fault, target="a", phase="begin", mono=11 * 10**9, wall=0)
+    assert story.txn("b", "2").found() == found
+
+
 def test_a_pause_is_that_of_the_process_on_the_host_that_tells_it():
     # On the other host is a process "a", too; where it is not, the length of the pause counts.
     for fault_on, is_there, found in (("run", True, []), ("far", True, ["hang"]), ("far", False, [])):
