@@ -230,6 +230,14 @@ def test_an_outcome_that_was_told_is_not_lost_later():
         assert story.txn("b", what="status", transaction="x", **told).found() == ["split-decision"] * lies
 
 
+@pytest.mark.parametrize(("seconds", "found"), [(20, []), (200, ["hang"])])
+def test_a_prepared_transaction_that_nobody_ends_is_not_there_long_after_its_hold(seconds, found):
+    story = Story(tick=10**9).txn("a", "1", transaction="x", hold=5, deadline=5, outcome="prepared")
+    for _ in range(seconds // 2):  # a call takes two ticks
+        story.txn("b", what="poll")
+    assert story.txn("b", what="status", transaction="x", outcome="prepared").found() == found
+
+
 def test_calls_for_one_transaction_are_not_each_compared_with_all_others(monkeypatch):
     compared = create_autospec(RealTime.ended_before, side_effect=RealTime.ended_before)
     monkeypatch.setattr(RealTime, "ended_before", compared)
