@@ -238,6 +238,18 @@ def test_a_prepared_transaction_that_nobody_ends_is_not_there_long_after_its_hol
     assert story.txn("b", what="status", transaction="x", outcome="prepared").found() == found
 
 
+def test_a_transaction_whose_own_call_told_its_outcome_is_not_prepared_later():
+    for result, outcome, lies in (
+        ("ok", "prepared", 1),
+        ("fail", "prepared", 1),
+        (None, "prepared", 0),
+        ("ok", "unknown", 0),
+    ):
+        story = Story().txn("a", "1", transaction="x", result=result)
+        story.txn("b", what="status", transaction="x", outcome=outcome, final=True)
+        assert story.found() == ["split-decision"] * lies
+
+
 def test_calls_for_one_transaction_are_not_each_compared_with_all_others(monkeypatch):
     compared = create_autospec(RealTime.ended_before, side_effect=RealTime.ended_before)
     monkeypatch.setattr(RealTime, "ended_before", compared)

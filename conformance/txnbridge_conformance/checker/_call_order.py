@@ -190,8 +190,10 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
 
 def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
     """Find calls that returned that a transaction is prepared, or for ever unknown, behind another with its outcome."""
-    for calls in asked.values():
-        known = [call for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
+    for name, calls in asked.items():
+        said_prepared = any(call.outcome == "prepared" for call in calls)  # what the sender's call told may get lost
+        own = [tables.operations[order] for order in time.writes[name] if said_prepared]
+        known = [call for call in (*calls, *own) if told_by(call) and call.end is not None]
         known.sort(key=lambda call: (call.end, call.order), reverse=True)
         finals = np.array([*{(call.process, call.clock): call.order for call in known}.values()])  # the first of each
         lost = [call for call in calls if call.fields.get("final", call.fields.get("error") == "EvidenceLost")]
