@@ -144,6 +144,27 @@ def test_a_group_owes_a_message_that_anybody_received_whatever_is_known_of_its_c
         assert story.drained().read(*seen).found() == found
 
 
+@pytest.mark.parametrize(
+    ("prepare", "again", "found"),
+    [
+        (False, "1", ["replay-duplicate"]),
+        (False, "1 2", []),  # it is aborted
+        (False, "", []),  # it is committed
+        (True, "1", []),  # it may be undecided, and hold its messages
+        (False, "later", []),
+    ],
+)
+def test_acknowledgements_of_one_transaction_count_together(prepare, again, found):
+    story = Story().txn("feed", "1", "2").txn("a", acks=["1", "2"], prepare=prepare, result=None)
+    if again == "later":
+        story.drained()
+    if again:
+        story.txn("b", acks=["1"] if again == "later" else again.split())
+    if again != "later":
+        story.drained()
+    assert story.read("1", "2").found() == found
+
+
 def test_a_member_that_was_killed_before_it_asked_for_its_commit_has_acknowledged_nothing():
     cases: list[tuple[dict[str, Any], list[str]]] = [({}, ["half-ack"]), ({"ending": 6}, [])]
     for asked, found in cases:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from txnbridge_conformance.checker._clocks import RealTime
-from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, WRITES, Numbers, Tables
+from txnbridge_conformance.checker._clocks import RealTime, prepares
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, UNKNOWN, WRITES, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 
 
@@ -107,7 +107,7 @@ def check_acks(tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, f
     """Find messages that a group processed in two committed transactions, or that it read and never processed.
 
     `fate` and `absent` come from `refine`: a transaction whose output a full read received has acknowledged its input,
-    and one whose output it missed has not.
+    and one whose output it missed has not. One that alone can have processed a message has acknowledged its others.
     """
     takers: dict[tuple[str, str], list[int]] = defaultdict(list)  # by group and value: transactions that did not abort
     for order, group, values in tables.history.acks:
@@ -152,8 +152,19 @@ def _check_drained(
     # A transaction may have been committed after a full read that shows it to be aborted.
     shown = np.flatnonzero(absent != NONE)
     aborted = set(shown[time.ended_before(np.full(len(shown), drained), absent[shown])].tolist())
+    alone: dict[int, str] = {}  # by transaction of unknown fate: a message that no other one can have processed
     for writer, value in zip(writers[due].tolist(), map(tables.value, sent[due]), strict=True):
         taken = takers.get((group, value), ())
-        if aborted.issuperset(taken):
+        left = set(taken) - aborted
+        if not left:
             text = f"group {group} has read everything, and no transaction that may be committed took {value}"
             findings.add("half-ack", text, [writer, drained, *taken], [value])
+        elif len(left) == 1 and fate[only := min(left)] == UNKNOWN and not prepares(tables.operations[only]):
+            alone[only] = value
+    for (name, value), orders in takers.items() if alone else ():
+        for only in alone.keys() & orders:
+            others = np.array([order for order in orders if fate[order] == COMMITTED], np.int64)
+            for other in others[time.committed.precede(others, np.full(len(others), drained))][:1]:
+                text = f"group {name} processed {value} in {tables.name(other)}, and {alone[only]} only in"
+                text += f" {tables.name(only)}, which took both"
+                findings.add("replay-duplicate", text, [only, int(other), drained], [value])
