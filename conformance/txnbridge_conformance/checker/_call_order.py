@@ -105,8 +105,7 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
     for order, _, values in tables.history.sends:
         sent[order] += values
     for operation in [each for each in tables.operations if each.what == "check"]:
-        values = operation.fields["values"]
-        half = halves.get(operation.transaction or "")
+        values, half = operation.fields["values"], halves.get(operation.transaction or "")
         if half is None:
             senders = {tables.history.senders.get(value.removeprefix(CHANGED)) for value in values} or {None}
             if all(each is not None and tables.operations[each].transaction is None for each in senders):

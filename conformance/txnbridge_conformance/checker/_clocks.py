@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 
@@ -76,7 +77,8 @@ class RealTime:
         for operation in tables.operations:
             if operation.what in WRITES and operation.transaction is not None:
                 self.writes[operation.transaction].append(operation.order)
-        self.committed, self.visible = self._moments(), self._moments()
+        moments = partial(Moments, tables, self.shift, len(tables.operations))
+        self.committed, self.visible = moments(), moments()
         answers = [
             (write, operation.order)
             for operation in tables.operations
@@ -84,12 +86,12 @@ class RealTime:
             for write in self._about(operation)
             if fate[write] == COMMITTED
         ]
-        for moments in (self.committed, self.visible):
-            self._add(moments, answers, tables.ends)
+        for each in (self.committed, self.visible):
+            self._add(each, answers, tables.ends)
         self.visible.add(writer, tables.clock[reader], tables.over[reader])
         self.received = Moments(tables, self.shift, len(tables.values))
         self.received.add(tables.reads.value[rows], tables.clock[reader], tables.over[reader])
-        self.asked, self.at_rest = self._moments(), self._moments(latest=True)
+        self.asked, self.at_rest = moments(), moments(latest=True)
         self._add_requests(self.asked)
         self._add_work(self.at_rest)
 
@@ -101,9 +103,6 @@ class RealTime:
         in_turn = (tables.process[operations] == tables.process[others]) & (operations < others) & (ends == starts)
         ended: Flags = in_turn | (ends + self.shift[tables.clock[operations], tables.clock[others]] < starts)
         return ended
-
-    def _moments(self, latest: bool = False) -> Moments:
-        return Moments(self._tables, self.shift, len(self._tables.operations), latest)
 
     def _about(self, operation: Operation) -> list[int]:
         return [operation.order] if operation.transaction is None else self.writes[operation.transaction]

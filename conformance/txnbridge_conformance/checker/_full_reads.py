@@ -104,10 +104,9 @@ def _atoms(tables: Tables) -> Flags:
 def check_full_reads(tables: Tables, fate: Numbers, refined: Numbers, time: RealTime, findings: Findings) -> None:
     """Compare what each read of whole topics has received with the outcomes of transactions (`fate`).
 
-    Find committed messages, and ones that had been received before, which were not read, transactions of which only
-    some messages were read, aborted ones that were read, and committed ones of which no message was read. What ended
-    while the read went on may be there or not; so may one broker's part of a transaction over several, while a process
-    works that may commit it yet. What a full read has `refined` to aborted is found as read, not as missing.
+    Find messages, committed or received before, that were not read, transactions of which only some messages were read,
+    aborted ones that were read, and committed ones of which none was. What ended while the read went on may be there or
+    not; so may one broker's part of a transaction over several, while a process works that may commit it yet.
     """
     works = np.array([each.what in WORKS for each in tables.operations], bool)
     last_work = np.full(len(tables.clocks), -np.inf)
