@@ -138,6 +138,33 @@ def test_an_undecided_acknowledgement_may_hold_its_message():
         assert story.drained().read("1").found() == found
 
 
+def test_a_group_owes_a_message_that_anybody_received_whatever_is_known_of_its_call():
+    for seen, found in ((["1"], ["half-ack"]), ([], [])):
+        story = Story().txn("feed", "1", what="publish", result=None).txn("watch", what="poll", polls=seen)
+        assert story.drained().read(*seen).found() == found
+
+
+@pytest.mark.parametrize(
+    ("prepare", "again", "found"),
+    [
+        (False, "1", ["replay-duplicate"]),
+        (False, "1 2", []),  # it is aborted
+        (False, "", []),  # it is committed
+        (True, "1", []),  # it may be undecided, and hold its messages
+        (False, "later", []),
+    ],
+)
+def test_acknowledgements_of_one_transaction_count_together(prepare, again, found):
+    story = Story().txn("feed", "1", "2").txn("a", acks=["1", "2"], prepare=prepare, result=None)
+    if again == "later":
+        story.drained()
+    if again:
+        story.txn("b", acks=["1"] if again == "later" else again.split())
+    if again != "later":
+        story.drained()
+    assert story.read("1", "2").found() == found
+
+
 def test_a_member_that_was_killed_before_it_asked_for_its_commit_has_acknowledged_nothing():
     cases: list[tuple[dict[str, Any], list[str]]] = [({}, ["half-ack"]), ({"ending": 6}, [])]
     for asked, found in cases:
@@ -165,6 +192,24 @@ def test_a_reader_in_the_middle_may_miss_what_is_committed_meanwhile_and_no_othe
 
 def test_a_message_that_was_read_once_and_is_absent_later_was_of_an_aborted_transaction():
     assert Story().txn("a", "1", result=None).txn("b", what="poll", polls=["1"]).read().found() == ["G1a"]
+
+
+def test_a_message_that_was_received_is_in_every_later_full_read_whatever_is_known_of_its_call():
+    for what, first, found in (
+        ("transaction", "read", ["lost-write"]),
+        ("publish", "poll", ["lost-write"]),
+        ("publish", None, []),
+    ):
+        story = Story().txn("a", "1", what=what, result=None)
+        if first == "read":
+            story.read("1", by="early")
+        elif first:
+            story.txn("b", what=first, polls=["1"])
+        assert story.txn("c", "2").read("-", "2").found() == found
+    story = Story().txn("a", "1", what="publish", result=None)
+    reading = story.begin("reader", "read", topics=["t"])
+    story.txn("b", what="poll", polls=["1"]).end("reader", reading)
+    assert story.found() == []  # it was stored while the read went on
 
 
 def test_a_copy_that_our_readers_drop_is_told_and_no_other_copy():
@@ -206,6 +251,26 @@ def test_an_outcome_that_was_told_is_not_lost_later():
         assert story.txn("b", what="status", transaction="x", **told).found() == ["split-decision"] * lies
 
 
+@pytest.mark.parametrize(("seconds", "found"), [(20, []), (200, ["hang"])])
+def test_a_prepared_transaction_that_nobody_ends_is_not_there_long_after_its_hold(seconds, found):
+    story = Story(tick=10**9).txn("a", "1", transaction="x", hold=5, deadline=5, outcome="prepared")
+    for _ in range(seconds // 2):  # a call takes two ticks
+        story.txn("b", what="poll")
+    assert story.txn("b", what="status", transaction="x", outcome="prepared").found() == found
+
+
+def test_a_transaction_whose_own_call_told_its_outcome_is_not_prepared_later():
+    for result, outcome, lies in (
+        ("ok", "prepared", 1),
+        ("fail", "prepared", 1),
+        (None, "prepared", 0),
+        ("ok", "unknown", 0),
+    ):
+        story = Story().txn("a", "1", transaction="x", result=result)
+        story.txn("b", what="status", transaction="x", outcome=outcome, final=True)
+        assert story.found() == ["split-decision"] * lies
+
+
 def test_calls_for_one_transaction_are_not_each_compared_with_all_others(monkeypatch):
     compared = create_autospec(RealTime.ended_before, side_effect=RealTime.ended_before)
     monkeypatch.setattr(RealTime, "ended_before", compared)
@@ -231,6 +296,14 @@ def test_a_run_whose_condition_never_comes_true_hangs():
         story = Story().txn("run", what="settle", condition="transactions are still open", result=result)
         assert story.found() == found
         assert verdict_without("deadline", story) is (Verdict.BROKEN if found else Verdict.KEPT)
+
+
+@pytest.mark.parametrize(("deadline", "fault", "found"), [(8, "", ["hang"]), (8, "kill", []), (30, "", [])])
+def test_a_call_without_an_end_hangs_also_if_its_process_records_nothing_more(deadline, fault, found):
+    story = Story(tick=10**10).txn("a", "1", deadline=deadline, result=None)
+    if fault:
+        story.write("run", fault=fault, target="a", phase="begin", mono=11 * 10**9, wall=0)
+    assert story.txn("b", "2").found() == found
 
 
 def test_a_pause_is_that_of_the_process_on_the_host_that_tells_it():

@@ -105,8 +105,7 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
     for order, _, values in tables.history.sends:
         sent[order] += values
     for operation in [each for each in tables.operations if each.what == "check"]:
-        values = operation.fields["values"]
-        half = halves.get(operation.transaction or "")
+        values, half = operation.fields["values"], halves.get(operation.transaction or "")
         if half is None:
             senders = {tables.history.senders.get(value.removeprefix(CHANGED)) for value in values} or {None}
             if all(each is not None and tables.operations[each].transaction is None for each in senders):
@@ -149,7 +148,7 @@ def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Sess
 
 
 def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
-    """Find prepared transactions that were aborted without a call for that, or committed long after their hold ended.
+    """Find prepared transactions that were aborted without a call for that, or that long outlived their hold.
 
     Find also calls that returned that a transaction is prepared after its outcome had been returned.
     """
@@ -177,20 +176,23 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
             if known < expires and not wanted and not aborts.explain(operation, known):
                 text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
                 findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
-        elif fate[operation.order] == COMMITTED and "hold" in operation.fields and len(here) == len(calls):
-            commits = [call for call in calls if call.what == "finish" and call.fields.get("wish") != "abort"]
-            latest = operation.end + hold + (operation.fields.get("deadline", 0) + _LATE_SECONDS) * 1e9
-            first = min(commits, key=lambda call: call.start, default=None)
-            if first is not None and first.start > latest:
-                behind = (first.start - operation.end) / 1e9
-                text = f"{tables.name(operation.order)} was committed {behind:.0f} s after it was prepared"
-                findings.add("hang", f"{text}, its hold is {hold / 1e9:g} s", [operation.order, first.order])
+        commits = [call for call in calls if call.what == "finish" and call.fields.get("wish") != "abort"]
+        is_known = fate[operation.order] == COMMITTED and len(here) == len(calls)
+        first = sorted(commits, key=lambda call: call.start)[:1] if is_known else []
+        latest = operation.end + hold + (operation.fields.get("deadline", 0) + _LATE_SECONDS) * 1e9
+        said = [*first, *(call for call in here if call.outcome == "prepared")]
+        if "hold" in operation.fields and (late := [call for call in said if call.start > latest]):
+            behind, how = (late[0].start - operation.end) / 1e9, "committed" if late[0] in first else "still prepared"
+            text = f"{tables.name(operation.order)} was {how} {behind:.0f} s after it was prepared"
+            findings.add("hang", f"{text}, its hold is {hold / 1e9:g} s", [operation.order, late[0].order])
 
 
 def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
     """Find calls that returned that a transaction is prepared, or for ever unknown, behind another with its outcome."""
-    for calls in asked.values():
-        known = [call for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
+    for name, calls in asked.items():
+        said_prepared = any(call.outcome == "prepared" for call in calls)  # what the sender's call told may get lost
+        own = [tables.operations[order] for order in time.writes[name] if said_prepared]
+        known = [call for call in (*calls, *own) if told_by(call) and call.end is not None]
         known.sort(key=lambda call: (call.end, call.order), reverse=True)
         finals = np.array([*{(call.process, call.clock): call.order for call in known}.values()])  # the first of each
         lost = [call for call in calls if call.fields.get("final", call.fields.get("error") == "EvidenceLost")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 
@@ -21,17 +22,17 @@ def prepares(operation: Operation) -> bool:
 
 
 class Moments:
-    """Times of one kind for each operation of a history: on each clock the earliest, or with `latest` the latest."""
+    """Times of one kind for each of `count` operations or values: on each clock the earliest, or the `latest`."""
 
-    def __init__(self, tables: Tables, shift: Times, latest: bool = False) -> None:
-        self._tables, self._shift, self._latest = tables, shift, latest
+    def __init__(self, tables: Tables, shift: Times, count: int, latest: bool = False) -> None:
+        self._tables, self._shift, self._count, self._latest = tables, shift, count, latest
         self._never = -np.inf if latest else np.inf
         self._by_clock: dict[int, Times] = {}
 
     def add(self, operations: Numbers, clocks: Numbers, times: Times) -> None:
         """Add a time of each of these operations, on the clock in the same place of `clocks`."""
         for clock in map(int, np.unique(clocks)):
-            known = self._by_clock.setdefault(clock, np.full(len(self._tables.operations), self._never))
+            known = self._by_clock.setdefault(clock, np.full(self._count, self._never))
             rows = clocks == clock
             (np.maximum if self._latest else np.minimum).at(known, operations[rows], times[rows])
 
@@ -59,6 +60,7 @@ class RealTime:
 
     `committed`: when a call had returned that it is committed; `visible`: when that or one of its messages had been
     received; `asked`: when each call that may have committed it began; `at_rest`: when the last call for it had ended.
+    `received`, by value instead of by operation: when a call that received the message had ended.
     """
 
     def __init__(self, tables: Tables, fate: Numbers) -> None:
@@ -75,7 +77,8 @@ class RealTime:
         for operation in tables.operations:
             if operation.what in WRITES and operation.transaction is not None:
                 self.writes[operation.transaction].append(operation.order)
-        self.committed, self.visible = self._moments(), self._moments()
+        moments = partial(Moments, tables, self.shift, len(tables.operations))
+        self.committed, self.visible = moments(), moments()
         answers = [
             (write, operation.order)
             for operation in tables.operations
@@ -83,10 +86,12 @@ class RealTime:
             for write in self._about(operation)
             if fate[write] == COMMITTED
         ]
-        for moments in (self.committed, self.visible):
-            self._add(moments, answers, tables.ends)
+        for each in (self.committed, self.visible):
+            self._add(each, answers, tables.ends)
         self.visible.add(writer, tables.clock[reader], tables.over[reader])
-        self.asked, self.at_rest = self._moments(), self._moments(latest=True)
+        self.received = Moments(tables, self.shift, len(tables.values))
+        self.received.add(tables.reads.value[rows], tables.clock[reader], tables.over[reader])
+        self.asked, self.at_rest = moments(), moments(latest=True)
         self._add_requests(self.asked)
         self._add_work(self.at_rest)
 
@@ -98,9 +103,6 @@ class RealTime:
         in_turn = (tables.process[operations] == tables.process[others]) & (operations < others) & (ends == starts)
         ended: Flags = in_turn | (ends + self.shift[tables.clock[operations], tables.clock[others]] < starts)
         return ended
-
-    def _moments(self, latest: bool = False) -> Moments:
-        return Moments(self._tables, self.shift, latest)
 
     def _about(self, operation: Operation) -> list[int]:
         return [operation.order] if operation.transaction is None else self.writes[operation.transaction]

@@ -101,12 +101,12 @@ def _atoms(tables: Tables) -> Flags:
     return np.array([operation.what != "publish" for operation in tables.operations], bool)
 
 
-def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
+def check_full_reads(tables: Tables, fate: Numbers, refined: Numbers, time: RealTime, findings: Findings) -> None:
     """Compare what each read of whole topics has received with the outcomes of transactions (`fate`).
 
-    Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
-    that were read, and committed transactions of which no message was read. What ended while the read went on may be
-    there or not; so may one broker's part of a transaction over several, while a process works that may commit it yet.
+    Find messages, committed or received before, that were not read, transactions of which only some messages were read,
+    aborted ones that were read, and committed ones of which none was. What ended while the read went on may be there or
+    not; so may one broker's part of a transaction over several, while a process works that may commit it yet.
     """
     works = np.array([each.what in WORKS for each in tables.operations], bool)
     last_work = np.full(len(tables.clocks), -np.inf)
@@ -122,7 +122,8 @@ def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Fi
         at_rest = after_all[read.by] & time.at_rest.precede(writer, read.by)
         due = (fate[writer] == COMMITTED) & time.committed.precede(writer, read.by) & (at_rest | ~spans[writer])
         process, values = tables.operations[read.operations[0]].process, tables.sends.value[read.sends]
-        missing = ~read.seen & due & ~missed[process][values]
+        shown = (refined[writer] != ABORTED) & time.received.precede(values, read.by)
+        missing = ~read.seen & (due | shown) & ~missed[process][values]
         missed[process][values[missing]] = True
         _find_missing(tables, read, missing, findings)
         ended = at_rest | (time.visible.precede(writer, read.by) & ~spans[writer])

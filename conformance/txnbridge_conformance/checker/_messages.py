@@ -10,9 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from txnbridge_conformance.checker._clocks import RealTime
-from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, WRITES, Numbers, Tables
+from txnbridge_conformance.checker._clocks import RealTime, prepares
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, UNKNOWN, WRITES, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
+from txnbridge_conformance.history import Operation
+
+_Takers = dict[tuple[str, str], list[int]]  # by group and value: transactions that acknowledge it and did not abort
 
 
 def check_positions(tables: Tables, findings: Findings) -> None:
@@ -107,57 +110,51 @@ def check_acks(tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, f
     """Find messages that a group processed in two committed transactions, or that it read and never processed.
 
     `fate` and `absent` come from `refine`: a transaction whose output a full read received has acknowledged its input,
-    and one whose output it missed has not.
+    and one whose output it missed has not. One that alone can have processed a message has acknowledged its others.
     """
-    takers: dict[tuple[str, str], list[int]] = defaultdict(list)  # by group and value: transactions that did not abort
+    takers: _Takers = defaultdict(list)
     for order, group, values in tables.history.acks:
         if (fate[order] != ABORTED or absent[order] != NONE) and order not in time.never_asked:
             for value in values:
                 takers[group, value].append(order)
     for (group, value), orders in takers.items():
-        committed = sorted({order for order in orders if fate[order] == COMMITTED})
-        if len(committed) > 1:
+        if len(committed := sorted({order for order in orders if fate[order] == COMMITTED})) > 1:
             names = " and ".join(map(tables.name, committed))
             findings.add("replay-duplicate", f"group {group} processed {value} in {names}", committed, [value])
     # What a group had to have read before one call, it had to have read before a later one, too.
     drained = {
-        (
-            operation.fields["group"],
-            frozenset(operation.fields["topics"]),
-            int(tables.clock[operation.order]),
-        ): operation
-        for operation in tables.operations
-        if operation.what == "drained" and operation.result == "ok"
+        (each.fields["group"], frozenset(each.fields["topics"]), int(tables.clock[each.order])): each
+        for each in tables.operations
+        if each.what == "drained" and each.result == "ok"
     }
-    for (group, topics, _), operation in drained.items():
-        _check_drained(tables, fate, absent, time, operation.order, group, topics, takers, findings)
+    for operation in drained.values():
+        _check_drained(tables, fate, absent, time, operation, takers, findings)
 
 
 def _check_drained(
-    tables: Tables,
-    fate: Numbers,
-    absent: Numbers,
-    time: RealTime,
-    drained: int,
-    group: str,
-    topics: frozenset[str],
-    takers: dict[tuple[str, str], list[int]],
-    findings: Findings,
+    tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, call: Operation, takers: _Takers, findings: Findings
 ) -> None:
-    sends = [
-        (writer, values)
-        for writer, (topic, _), values in tables.history.sends
-        if topic in topics and fate[writer] == COMMITTED and tables.operations[writer].what in WRITES
-    ]
-    writers = np.array([writer for writer, _ in sends], np.int64)
-    due = time.visible.precede(writers, np.full(len(writers), drained))
+    drained, group, topics = call.order, call.fields["group"], call.fields["topics"]
+    writes = (fate != ABORTED) & np.array([each.what in WRITES for each in tables.operations], bool)
+    there = np.array([tables.key_of(key)[0] in topics for key in range(len(tables.keys))], bool)
+    rows = np.flatnonzero(writes[tables.sends.operation] & there[tables.sends.key])
+    writers, sent, at = tables.sends.operation[rows], tables.sends.value[rows], np.full(len(rows), drained)
+    due = (fate[writers] == COMMITTED) & time.visible.precede(writers, at) | time.received.precede(sent, at)
     # A transaction may have been committed after a full read that shows it to be aborted.
     shown = np.flatnonzero(absent != NONE)
     aborted = set(shown[time.ended_before(np.full(len(shown), drained), absent[shown])].tolist())
-    for at in map(int, np.flatnonzero(due)):
-        writer, values = sends[at]
-        for value in values:
-            taken = takers.get((group, value), ())
-            if aborted.issuperset(taken):
-                text = f"group {group} has read everything, and no transaction that may be committed took {value}"
-                findings.add("half-ack", text, [writer, drained, *taken], [value])
+    alone: dict[int, str] = {}  # by transaction of unknown fate: a message that no other one can have processed
+    for writer, value in zip(writers[due].tolist(), map(tables.value, sent[due]), strict=True):
+        taken = takers.get((group, value), ())
+        if not (left := set(taken) - aborted):
+            text = f"group {group} has read everything, and no transaction that may be committed took {value}"
+            findings.add("half-ack", text, [writer, drained, *taken], [value])
+        elif len(left) == 1 and fate[only := min(left)] == UNKNOWN and not prepares(tables.operations[only]):
+            alone[only] = value
+    for (name, value), orders in takers.items() if alone else ():
+        for only in alone.keys() & orders:
+            others = np.array([order for order in orders if fate[order] == COMMITTED], np.int64)
+            for other in others[time.committed.precede(others, np.full(len(others), drained))][:1]:
+                text = f"group {name} processed {value} in {tables.name(other)} and in {tables.name(only)}"
+                text += f", which alone took {alone[only]}"
+                findings.add("replay-duplicate", text, [only, int(other), drained], [value])

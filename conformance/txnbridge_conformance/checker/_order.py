@@ -127,8 +127,7 @@ def check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings
     # Messages of a prepared transaction, and half messages, may be stored when a later call commits them.
     later = np.array([each.outcome == "prepared" or each.what == "half" for each in tables.operations], bool)
     live = (fate[sends.operation] != ABORTED) & ~later[sends.operation]
-    one = np.zeros(int(live.sum()), np.int64)
-    steps = _steps(tables, rank, sends.operation[live], sends.key[live], sends.value[live], one)
+    steps = _steps(tables, rank, *(each[live] for each in (sends.operation, sends.key, sends.value, 0 * sends.key)))
     _report(tables, steps, steps.inside & (steps.delta > 1), "int-send-skip", "sent", findings)
     _report(tables, steps, steps.inside & (steps.delta < 1), "int-nonmonotonic-send", "sent", findings)
     # A call without a known result, or a part of a span, may take effect after the next calls of its thread, too.
@@ -156,8 +155,7 @@ def _reading_spans(tables: Tables) -> Numbers:
     span = np.zeros(len(tables.reads.key), np.int64)
     spans = Names()
     starts, held = dict[tuple[int, int], int](), dict[int, frozenset[Key]]()
-    end: frozenset[Key] = frozenset()
-    changes = iter([*tables.history.assigned, (NONE, len(tables.history.polls), end)])
+    changes = iter([*tables.history.assigned, (NONE, len(tables.history.polls), frozenset[Key]())])
     change = next(changes)
     row = 0
     for number, (order, group, messages) in enumerate(tables.history.polls):
