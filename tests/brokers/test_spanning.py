@@ -77,7 +77,7 @@ def test_a_database_decides_about_everything_wherever_its_process_dies(request, 
             engine.dispose()
             for bridge in (first, second):
                 bridge.ensure_topics(name)
-            return Shop(*urls, str(engine.url), topic=name)
+            return Shop(*urls, str(engine.url), topic=name, timeout=15)
 
         def check(shop: Shop) -> None:
             engine = sa.create_engine(shop.database)

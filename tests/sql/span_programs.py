@@ -11,13 +11,14 @@ from txnbridge import OutcomeUnknown, TransactionAborted
 
 
 class Shop(NamedTuple):
-    """The addresses of two brokers and a database, the `hold` of a span of `sell_one`, and the topic of `sell_all`."""
+    """The addresses of brokers and a database, `hold` for `sell_one`, `topic` and a span's `timeout` for `sell_all`."""
 
     first: str
     second: str
     database: str
     hold: float | None = None
     topic: str = "sales"
+    timeout: float = 3
 
 
 def rows(engine: sa.Engine) -> list[int]:
@@ -32,7 +33,7 @@ def sell_all(shop: Shop) -> None:
         for number in range(2):
             with suppress(TransactionAborted, OutcomeUnknown):
                 if number not in rows(engine):
-                    with txnbridge.spanning(first, second, db=engine, timeout=3) as span:
+                    with txnbridge.spanning(first, second, db=engine, timeout=shop.timeout) as span:
                         span.db.exec_driver_sql(f"INSERT INTO sales VALUES ({number})")
                         for bridge in (first, second):
                             span.on(bridge).send(shop.topic, b"%d" % number)
