@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from txnbridge.errors import DeadlineExceeded, NotSupported
+from txnbridge.errors import DeadlineExceeded, NotSupported, PositionLost
 from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.readable_ranges import Bounds, ranges_of, read_bounds
@@ -90,12 +90,19 @@ class SharedReader(GroupReader):
         if not cursors:
             return
         leased: dict[Cursor, Leased] = {}
+        lost: PositionLost | None = None  # raised by a poll that finds nothing in other partitions
         room = POLL_BYTES
         with self._writing("lease", deadline, self._lease_connection) as connection:
             for cursor in cursors:
-                leased[cursor], size = self._lease(connection, cursor, limit, room)
+                try:
+                    leased[cursor], size = self._lease(connection, cursor, limit, room)
+                except PositionLost as error:
+                    lost = error
+                    continue
                 limit -= len(leased[cursor])
                 room -= size
+            if lost is not None and not any(leased.values()):
+                raise lost
             self._leased = leased
 
     def _has_messages(self, connection: FileConnection, cursor: Cursor) -> bool:
