@@ -299,7 +299,7 @@ def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, mon
 
 @pytest.mark.parametrize("kind", [start_positions.KafkaStartPositions, start_positions.KafkaGroupStartPositions])
 def test_a_partition_without_a_leader_keeps_no_other_work_from_being_done(kind):
-    starts = Mock(spec=kind, unchecked={"orders"}, unrecorded=set())
+    starts = Mock(spec=kind, unchecked={"orders"}, unrecorded=set(), left=None)
     starts.resolve.return_value, starts.counts.return_value = start_positions.ResolvedOffsets({}), {}
     assignment = Mock(partitions={("orders", 0): KafkaPartition(("orders", 0))}, **{"current.return_value": []})
     lookup: Any = StartLookup(assignment, starts, Mock(), 30)

@@ -1,6 +1,7 @@
 """Groups as an administrator sees and sets them, and what their members tell in the log."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -87,3 +88,25 @@ def test_a_member_tells_what_it_waits_for_and_what_it_gets(bridge, read, caplog)
     assert told[0].startswith(f"group {group!r}: joining; the partitions of a dead member")
     assert f"group {group!r}: {topic}[0]: is read here, from 1 on" in told
     assert told[-1] == f"group {group!r}: left"
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"assignment": "range"}, {"group_protocol": "consumer"}], ids=["cooperative", "eager", "consumer"]
+)
+@pytest.mark.parametrize("late", ["requests", "answers"])
+def test_a_late_first_position_does_not_move_a_group_back(proxy, bridge, unique, kind, late):
+    topic, group = unique("orders"), unique("shipping")
+    with bridge.transaction() as txn:
+        txn.send_many(topic, [b"1", b"2"])
+    hold = proxy.hold(**{late: "OffsetCommit"})
+    with txnbridge.connect(proxy.url, kafka=kind) as through, through.consumer(topic, group) as consumer:
+        cutting = threading.Thread(target=lambda: (hold.wait(), proxy.cut()))
+        cutting.start()
+        (first,) = consumer.poll(1, 60)
+        cutting.join()
+        with through.transaction() as txn:
+            txn.ack(first)
+        hold.release()
+        hold.answered()
+    with bridge.consumer(topic, group) as consumer:
+        assert [each.value for each in consumer.poll(1, 60)] == [b"2"]

@@ -16,9 +16,10 @@ from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
-from txnbridge_kafka.client.messages import txn_offset_commit_request
+from txnbridge_kafka.client.messages import offsets_of
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.wire import TXN_OFFSET_COMMIT
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome import hanging_transactions
 
@@ -77,7 +78,8 @@ class Still:
     ) -> None:
         def attempt(connections: Connections) -> Any:
             node = connections.group_coordinator(self.group)
-            return connections.send(node, txn_offset_commit_request(self.id, self.pid, self.epoch, member, offsets, {}))
+            asked = {"transactional_id": self.id, "producer_id": self.pid, "producer_epoch": self.epoch}
+            return connections.send(node, TXN_OFFSET_COMMIT(**asked, **offsets_of(member, offsets, {})))
 
         with closing(RequestRunner(cluster.settings)) as runner:
             (topic,) = runner.repeat(by, "acknowledging", attempt).topics

@@ -85,7 +85,7 @@ class KafkaGroups:
         for partition, at in sorted(places, reverse=True):
             waiting[partition].append(at)
         until = Deadline(min(_SEARCH_SECONDS, self._deadline.left()))
-        with closing(open_consumer(self._cluster.settings, Subscription((), None), ignore)) as client:
+        with closing(open_consumer(self._cluster.settings, Subscription((), None))) as client:
             client.assign([TopicPartition(*partition, offsets[-1]) for partition, offsets in waiting.items()])
             while waiting and not until.expired:
                 found: Any = client.poll(seconds(until))

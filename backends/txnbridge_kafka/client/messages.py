@@ -27,32 +27,25 @@ def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partiti
     return wire.LIST_OFFSETS(replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics)
 
 
-def txn_offset_commit_request(
-    id: str,
-    pid: int,
-    epoch: int,
-    member: GroupMembership,
-    offsets: Mapping[Partition, int],
-    topic_ids: Mapping[Partition, str],
-) -> wire.Request:
+def offsets_of(
+    member: GroupMembership, offsets: Mapping[Partition, int], topic_ids: Mapping[Partition, str]
+) -> dict[str, Any]:
+    """Return the fields with which a member of a group commits offsets, in a transaction or not."""
     topics = _topics(
         offsets,
         lambda each: {
             "committed_offset": offsets[each],
             "committed_leader_epoch": -1,
-            "committed_metadata": metadata_of(topic_ids.get(each)),
+            "committed_metadata": _metadata_of(topic_ids.get(each)),
         },
     )
-    return wire.TXN_OFFSET_COMMIT(
-        transactional_id=id,
-        group_id=member.group,
-        producer_id=pid,
-        producer_epoch=epoch,
-        generation_id=member.generation,
-        member_id=member.name,
-        group_instance_id=member.instance,
-        topics=topics,
-    )
+    return {
+        "group_id": member.group,
+        "generation_id": member.generation,
+        "member_id": member.name,
+        "group_instance_id": member.instance,
+        "topics": topics,
+    }
 
 
 def _topics(partitions: Iterable[Partition], fields: Callable[[Partition], Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -62,7 +55,7 @@ def _topics(partitions: Iterable[Partition], fields: Callable[[Partition], Mappi
     ]
 
 
-def metadata_of(topic_id: str | None) -> str:
+def _metadata_of(topic_id: str | None) -> str:
     """Return the text that is stored as metadata of a committed offset: the topic's id.
 
     By the id a reader notices that the topic was deleted and created again.

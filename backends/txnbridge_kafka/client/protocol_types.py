@@ -56,7 +56,7 @@ NOT_CARRIED_OUT = {14, 51}
 ACK_RETRY_CODES = {*COORDINATOR_RETRY_CODES, 3, 7}
 # The partition has no leader now, or its leader is another broker.
 NO_LEADER = {5, 6}
-UNKNOWN_TOPIC, INVALID_PARTITIONS = 3, 37
+UNKNOWN_TOPIC, TIMED_OUT, INVALID_PARTITIONS = 3, 7, 37
 DENIED = {29, 30, 31, 53}
 _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 
@@ -94,9 +94,9 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The final error code of a TxnOffsetCommit request, which acknowledges messages in a transaction.
+    """The final error code of a request that commits offsets, in a transaction or not.
 
-    `answer_lost` is true if the answer to an earlier copy of the request was lost: that copy may still be carried out.
+    `answer_lost` is true if the answer to a copy of the request was lost: that copy may still be carried out.
     """
 
     code: int

@@ -10,6 +10,7 @@ from typing import Any
 from txnbridge.errors import OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client import messages, wire
+from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
@@ -26,6 +27,7 @@ from txnbridge_kafka.client.protocol_types import (
     LEADER_RETRY_CODES,
     NO_LEADER,
     NOT_CARRIED_OUT,
+    TIMED_OUT,
     TRANSACTIONAL_ID_NOT_FOUND,
     UNKNOWN_TOPIC,
     UNSTABLE_OFFSET,
@@ -172,7 +174,8 @@ class Requests:
         """Add a group's offsets to a transaction; return the final answer. Raise `NotFound` if a topic is gone."""
         added, out, lost = False, False, False
         add = wire.ADD_OFFSETS_TO_TXN(transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=member.group)
-        commit = messages.txn_offset_commit_request(id, pid, epoch, member, offsets, topic_ids or {})
+        fields = messages.offsets_of(member, offsets, topic_ids or {})
+        commit = wire.TXN_OFFSET_COMMIT(transactional_id=id, producer_id=pid, producer_epoch=epoch, **fields)
 
         def send(connections: Connections, node: int, request: Any) -> Any:
             nonlocal out, lost
@@ -203,6 +206,39 @@ class Requests:
 
         code = self._runner.repeat(deadline, f"acknowledging for group {member.group!r}", attempt)
         return OffsetCommitResult(code, lost)
+
+    def commit_offsets(
+        self,
+        member: GroupMembership,
+        offsets: Mapping[Partition, int],
+        topic_ids: Mapping[Partition, str],
+        deadline: Deadline,
+    ) -> OffsetCommitResult:
+        """Commit a group's offsets as its member, without a transaction; return the answer. It is sent only once."""
+        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, offsets, topic_ids))
+
+        def attempt(connections: Connections) -> OffsetCommitResult:
+            node = connections.group_coordinator(member.group)
+            connections.connect(node)
+            try:
+                answer = connections.send(node, request)
+            except AttemptError:
+                return OffsetCommitResult(TIMED_OUT, answer_lost=True)
+            codes = (each.error_code for _, each in messages.each_partition(answer.topics))
+            return OffsetCommitResult(next(filter(None, codes), DONE), answer_lost=False)
+
+        return self._runner.repeat(deadline, f"committing the first offsets of group {member.group!r}", attempt)
+
+    def leave(self, member: GroupMembership, deadline: Deadline) -> None:
+        """Remove a member from its group: afterwards the broker refuses its earlier requests."""
+        what = f"leaving group {member.group!r}"
+        members = [{"member_id": member.name, "group_instance_id": member.instance}]
+        request = wire.LEAVE_GROUP(group_id=member.group, members=members)
+
+        def attempt(connections: Connections) -> None:
+            check(connections.send(connections.group_coordinator(member.group), request).error_code, what)
+
+        self._runner.repeat(deadline, what, attempt)
 
     def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
         """Return, by partition, the first offset with a timestamp at or after a time in milliseconds, or -1.

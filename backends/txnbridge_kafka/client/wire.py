@@ -236,6 +236,16 @@ TxnOffsetCommit 28 3
     group_instance_id:str topics:[name:str partitions:[partition_index:i32 committed_offset:i64
     committed_leader_epoch:i32 committed_metadata:str]]
   = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16]]
+# 9 is needed for the group protocol "consumer"; 10 names topics by their ids.
+OffsetCommit 8 8,9
+    group_id:str generation_id:i32 member_id:str group_instance_id:str topics:[name:str partitions:[partition_index:i32
+    committed_offset:i64 committed_leader_epoch:i32 committed_metadata:str]]
+  = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16]]
+or 7 classic
+LeaveGroup 13 4
+    group_id:str members:[member_id:str group_instance_id:str]
+  = throttle_time_ms:i32 error_code:i16 members:[member_id:str group_instance_id:str error_code:i16]
+or 3 classic
 WriteTxnMarkers 27 1
     markers:[producer_id:i64 producer_epoch:i16 transaction_result:bool topics:[name:str partition_indexes:[i32]]
     coordinator_epoch:i32]
@@ -314,6 +324,8 @@ def _apis() -> Iterator[Api]:
     END_TXN_AND_BUMP,
     ADD_OFFSETS_TO_TXN,
     TXN_OFFSET_COMMIT,
+    OFFSET_COMMIT,
+    LEAVE_GROUP,
     WRITE_TXN_MARKERS,
     LIST_OFFSETS,
     OFFSET_FETCH,

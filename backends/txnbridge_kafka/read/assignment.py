@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Partition, ReaderListener, Subscription
-from txnbridge_kafka.client.librdkafka import ConfluentConsumer
+from txnbridge_kafka.client.librdkafka import ConfluentConsumer, GroupMembership, membership_of
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
@@ -45,7 +45,7 @@ class KafkaAssignment:
     polls raise them.
     """
 
-    def __init__(self, cluster: KafkaCluster, subscription: Subscription, on_commit: Callable[..., None]) -> None:
+    def __init__(self, cluster: KafkaCluster, subscription: Subscription) -> None:
         settings = cluster.settings
         self.partitions: dict[Partition, KafkaPartition] = {}
         self.paused: set[Partition] = set()
@@ -58,7 +58,7 @@ class KafkaAssignment:
         self.closed = False
         self._in_group = subscription.group is not None
         self._watched = cluster.watched_partitions
-        self.client = open_consumer(settings, subscription, on_commit)
+        self.client = open_consumer(settings, subscription)
 
     def log_for_group(self, text: str, *args: object) -> None:
         """Log a line about the reader's group. A reader without a group logs nothing."""
@@ -97,6 +97,10 @@ class KafkaAssignment:
             # A consumer that was removed from its group has no member id.
             if metadata != self.context.metadata and self.client.memberid():
                 self.context.metadata = metadata
+
+    def membership(self) -> GroupMembership | None:
+        """Return the membership in the group; None if this consumer is no member now."""
+        return membership_of(self.client.consumer_group_metadata()) if self.client.memberid() else None
 
     def note_topic(self, assigned: KafkaPartition, topic_id: str | None) -> None:
         """Store the id that a partition's topic has now.
@@ -284,9 +288,7 @@ def as_text(partitions: Iterable[Partition]) -> str:
 _RESOLVERS = {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 2_000}
 
 
-def open_consumer(
-    settings: KafkaSettings, subscription: Subscription, on_commit: Callable[..., None]
-) -> ConfluentConsumer:
+def open_consumer(settings: KafkaSettings, subscription: Subscription) -> ConfluentConsumer:
     """Return a new consumer. Raise `InvalidOption` for settings that the client refuses."""
     protocol = {"group.protocol": settings.group_protocol}
     resolvers = settings.group_protocol == "classic" and (subscription.group or "").startswith(settings.prefix)
@@ -314,7 +316,6 @@ def open_consumer(
                 "auto.offset.reset": "error",
                 # A reader without a group mostly reads up to the end of a partition, which these events report.
                 "enable.partition.eof": subscription.group is None,
-                "on_commit": on_commit,
                 "allow.auto.create.topics": False,
                 "log_level": settings.log_level,
                 "logger": _log,

@@ -82,7 +82,7 @@ class KafkaReader(Reader):
         creates, topics = subscription.creates, cluster.topics
         counts = {each: topics.partitions(each, deadline, create=creates(each)) for each in subscription.topics}
         self._requests = cluster.requests
-        self._assignment = KafkaAssignment(cluster, subscription, lambda *args: self._lookup.on_commit(*args))
+        self._assignment = KafkaAssignment(cluster, subscription)
         try:
             starts = self._start_positions(context, cluster, counts, deadline)
             self._lookup = StartLookup(self._assignment, starts, listener, cluster.settings.timeout)

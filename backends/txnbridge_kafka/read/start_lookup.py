@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded
-from txnbridge.spi import BackgroundTask, Deadline, ReaderListener
-from txnbridge_kafka.client.messages import metadata_of
+from txnbridge.spi import BackgroundTask, Deadline, Partition, ReaderListener
+from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.protocol_types import DONE
 from txnbridge_kafka.errors import is_passing, translate
-from txnbridge_kafka.read.assignment import REFRESH_SECONDS, KafkaAssignment, as_text, translating_errors
+from txnbridge_kafka.read.assignment import REFRESH_SECONDS, KafkaAssignment, as_text
 from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
 from txnbridge_kafka.read.start_positions import (
     KafkaGroupStartPositions,
@@ -40,8 +41,6 @@ class StartLookup:
         self._listener = listener
         self._timeout = timeout
         self._task: BackgroundTask[Any] | None = None
-        # While first offsets are being committed as the group's offsets: the seek requests, and these offsets.
-        self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
         self._refresh_at = 0.0
         self._left_out = False  # whether the last look-up found nothing for some partitions, so that other work is next
 
@@ -61,7 +60,7 @@ class StartLookup:
                 if not isinstance(error, DeadlineExceeded) and not is_passing(error.__cause__):
                     raise
                 _log.warning("looking up where to read is repeated: %s", error)
-        if self._task is None and self._pending is None:
+        if self._task is None:
             self._look_up(Deadline(self._timeout))
 
     def _look_up(self, deadline: Deadline) -> None:
@@ -71,9 +70,12 @@ class StartLookup:
         refreshes = self._group_starts is None and time.monotonic() >= self._refresh_at
         left_out, self._left_out = self._left_out, False
         if requests and not (left_out and (unchecked or refreshes)):
+            member = None if self._group_starts is None else self._assignment.membership()
+            if self._group_starts is not None and member in (None, self._group_starts.left):
+                return  # the client has not noticed yet that it is no member
             asked = {each.partition: request for each, request in requests.items()}
             self._task = BackgroundTask(
-                lambda: starts.resolve(asked, deadline), lambda resolved: self._begin(requests, resolved)
+                lambda: starts.resolve(asked, deadline), lambda resolved: self._begin(requests, resolved, member)
             )
         elif unchecked and self._assignment.partitions:
             self._record(sorted(unchecked), lambda: None)
@@ -87,47 +89,46 @@ class StartLookup:
                 if (topic, number) not in self._assignment.partitions:
                     self._assignment.add((topic, number))
 
-    def _begin(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
+    def _begin(
+        self,
+        requests: Mapping[KafkaPartition, SeekRequest],
+        resolved: ResolvedOffsets,
+        member: GroupMembership | None,
+    ) -> None:
         self._left_out = len({*resolved.offsets, *resolved.to_commit}) < len(requests)
         unrecorded = set() if self._group_starts is None else self._group_starts.unrecorded
         ready = {partition: start for partition, start in resolved.offsets.items() if partition[0] not in unrecorded}
         self.apply(requests, ResolvedOffsets(ready, topic_ids=resolved.topic_ids))
         current = [each.partition for each in self._assignment.current(requests)]
         begun = {partition: at for partition in current if (at := resolved.to_commit.get(partition)) is not None}
-        if begun:
+        if begun and member is not None:
             self._assignment.log_for_group("%s: begins at %s", as_text(begun), ", ".join(map(str, begun.values())))
-            topic_ids = {partition: metadata_of(resolved.topic_ids.get(partition[0])) for partition in begun}
-            offsets = [TopicPartition(*partition, at, topic_ids[partition]) for partition, at in begun.items()]
-            with translating_errors():
-                self._assignment.client.commit(offsets=offsets, asynchronous=True)
-            self._pending = requests, ResolvedOffsets(begun, topic_ids=resolved.topic_ids)
+            self._commit(requests, begun, resolved.topic_ids, member)
         elif unrecorded:
             self._record(sorted(unrecorded), lambda: self.apply(requests, resolved))
 
-    def on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
-        """Receive the result of committing a group's first offsets. The client calls this inside `poll`.
+    def _commit(
+        self,
+        requests: Mapping[KafkaPartition, SeekRequest],
+        first: Mapping[Partition, int],
+        topic_ids: Mapping[str, str],
+        member: GroupMembership,
+    ) -> None:
+        """Commit a group's first offsets, record the topics, and read on. After a temporary error look up again."""
+        group_starts, deadline = self._group_starts, Deadline(self._timeout)
+        assert group_starts is not None
 
-        After a success, record the topics and read on; after a temporary error the next look-up commits again; any
-        other error is kept for the reader to raise.
-        """
-        pending, self._pending = self._pending, None
-        try:
-            failed = [each for each in (error, *(p.error for p in partitions)) if each is not None]
-            if pending is None or self._assignment.closed:
-                return
-            if not failed:
-                self._committed(*pending)
-            elif not is_passing(KafkaException(failed[0])):
-                cause = KafkaException(failed[0])
+        def then(code: int) -> None:
+            cause = KafkaException(KafkaError(code))
+            if code == DONE:
+                group_starts.unrecorded.update(topic for topic, _ in first)
+                read_on = ResolvedOffsets(first, topic_ids=topic_ids)
+                self._record(sorted(group_starts.unrecorded), lambda: self.apply(requests, read_on))
+            elif not is_passing(cause):
                 what = f"committing the first offsets of group {self._assignment.context.group!r}"
-                self._assignment.raise_later(translate(cause, what), cause)
-        except BaseException as error:
-            self._assignment.errors.append(error)
+                raise translate(cause, what) from cause
 
-    def _committed(self, requests: Mapping[KafkaPartition, SeekRequest], starts: ResolvedOffsets) -> None:
-        assert self._group_starts is not None
-        self._group_starts.unrecorded.update(topic for topic, _ in starts.offsets)
-        self._record(sorted(self._group_starts.unrecorded), lambda: self.apply(requests, starts))
+        self._task = BackgroundTask(lambda: group_starts.commit(member, first, topic_ids, deadline), then)
 
     def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
         starts, deadline = self._group_starts, Deadline(self._timeout)

@@ -11,6 +11,7 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied, NotFound, StorageFailed, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequests
 
@@ -168,6 +169,8 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             topic: LedgerValue(context.ledger(context.application, f"group/{self._group}/{topic}"))
             for topic in subscription.topics
         }
+        self._unanswered: GroupMembership | None = None  # the member whose commit had no answer
+        self.left: GroupMembership | None = None  # the member that was removed for this reason
         self._denied = False
         self.unchecked = set(subscription.topics)  # topics whose records may lack a partition that the group has begun
         self.unrecorded: set[str] = set()  # topics whose records certainly lack such a partition
@@ -180,6 +183,10 @@ class KafkaGroupStartPositions(KafkaStartPositions):
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
         """Return offsets for seek requests; a partition whose offset an open transaction may change is left out."""
+        if self._unanswered is not None:
+            self._client.leave(self._unanswered, deadline)
+            self.left, self._unanswered = self._unanswered, None
+            return ResolvedOffsets({})
         topic_ids, requests = self._of_known_topics(requests, deadline)
         committed = self._client.positions(self._group, requests, deadline, decided=True)
         if len(committed) < len(requests):
@@ -256,6 +263,20 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         if self._latest is not None:
             return {partition: self._latest[partition] for partition in partitions}
         return self.first(partitions, deadline)
+
+    def commit(
+        self, member: GroupMembership, first: Mapping[Partition, int], topic_ids: Mapping[str, str], deadline: Deadline
+    ) -> int:
+        """Commit the group's first offsets, as its member; return Kafka's error code.
+
+        If the answer is lost, the request may still be carried out, and would set back a group that has acknowledged
+        messages. So the next look-up first removes the member from its group, which then joins it anew.
+        """
+        ids = {partition: topic_ids[partition[0]] for partition in first if partition[0] in topic_ids}
+        result = self._client.commit_offsets(member, first, ids, deadline)
+        if result.answer_lost:
+            self._unanswered = member
+        return result.code
 
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
         """Record in the decision log at which offset the group has begun to read each partition of these topics.
