@@ -87,41 +87,35 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 
 def abort_open(store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline) -> bool:
     """Abort an open transaction of which a part is stored, and remove that part; return False if it is not open."""
+    aborted = _abort_if(store, connection, transaction, ("open",), reason, deadline)
+    remove_aborted_messages(store, connection, deadline)
+    return aborted
+
+
+def _abort_if(
+    store: Store, connection: FileConnection, transaction: str, states: tuple[str, ...], reason: str, deadline: Deadline
+) -> bool:
     with (
         store.events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
     ):
-        row = connection.execute(
-            "SELECT number FROM transactions WHERE id = ? AND state = 'open'", (transaction,)
-        ).fetchone()
-        if row is not None:
+        row = connection.execute("SELECT number, state FROM transactions WHERE id = ?", (transaction,)).fetchone()
+        if is_there := row is not None and row[1] in states:
             mark_aborted(connection, row[0], reason)
-    remove_aborted_messages(store, connection, deadline)
-    return row is not None
+    return is_there
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline) -> int:
     """Abort all expired transactions, and return their number; then remove the messages of all aborted transactions."""
     with store.reading(connection, deadline):
         expired = connection.execute(
-            "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
-            " AND deadline_at < ?",
+            "SELECT id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared') AND deadline_at < ?",
             (now_ms(),),
         ).fetchall()
-    ended = 0
-    for number, transaction in expired:
-        with (
-            store.events.step("step:decide", transaction, decision="abort"),
-            store.writing(connection, deadline, "aborting an expired transaction"),
-        ):
-            still = connection.execute(
-                "SELECT 1 FROM transactions WHERE number = ? AND state IN ('open', 'prepared')", (number,)
-            ).fetchone()
-            if still:
-                mark_aborted(connection, number, "its deadline passed")
-                ended += 1
+    why = "its deadline passed"
+    ended = [_abort_if(store, connection, id, ("open", "prepared"), why, deadline) for (id,) in expired]
     remove_aborted_messages(store, connection, deadline)
-    return ended
+    return sum(ended)
 
 
 def remove_aborted_messages(store: Store, connection: FileConnection, deadline: Deadline) -> None:
