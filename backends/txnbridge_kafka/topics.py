@@ -239,7 +239,8 @@ class KafkaTopics:
 
     def delete(self, topic: str, deadline: Deadline) -> None:
         """Delete a topic. Raise `NotFound` if it does not exist."""
-        self._change(lambda requests: requests.delete_topic(topic, deadline), deadline, f"deleting topic {topic!r}")
+        id = self._requests.topic_ids([topic], deadline).get(topic, "")
+        self._change(lambda requests: requests.delete_topic(topic, id, deadline), deadline, f"deleting topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
         """Add partitions to a topic. Raise `NotFound` if it does not exist, `InvalidOption` if it has more already."""

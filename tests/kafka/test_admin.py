@@ -1,6 +1,7 @@
 """Tests of an administrator and of the doctor on live brokers: what they list, end, repair and report."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
+from txnbridge_conformance.observing import seen, send, values
 from txnbridge_kafka.admin.admin import KafkaAdmin, owner_of
 from txnbridge_kafka.client.librdkafka import result_of
 from txnbridge_kafka.client.protocol_types import TransactionDescription
@@ -218,6 +220,21 @@ def test_a_topic_is_not_deleted_while_a_transaction_holds_messages_there(bridge,
     assert wait_until(lambda: not listed(bridge, id), LONG)
     bridge.admin.delete_topic(topic)
     assert wait_until(lambda: topic not in [found.name for found in bridge.admin.topics()], LONG)
+
+
+def test_a_late_deletion_does_not_delete_a_topic_that_was_created_again(proxy, bridge, topic):
+    hold = proxy.hold(requests="DeleteTopics")
+    with txnbridge.connect(proxy.url) as through:
+        deleting = threading.Thread(target=through.admin.delete_topic, args=(topic,))
+        deleting.start()
+        hold.wait()
+        proxy.cut()
+        deleting.join()
+    bridge.admin.create_topic(topic)
+    send(bridge, topic, b"new")
+    hold.release()
+    hold.answered()
+    assert values(seen(bridge, topic)) == [b"new"]
 
 
 def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge, topic, make_admin, monkeypatch):

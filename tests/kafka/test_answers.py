@@ -50,6 +50,7 @@ pytestmark = pytest.mark.offline
 COORDINATOR = 2  # of each group
 LOST = None  # the request was sent, and its answer is lost
 UNKNOWN_TOPIC, NOT_LEADER, DENIED, INVALID_PARTITIONS, KAFKA_STORAGE_ERROR = 3, 6, 29, 37, 56
+UNKNOWN_TOPIC_ID = 100
 
 
 def topic(name: str, code: int = 0, leader: int = 1) -> Fields:
@@ -105,10 +106,11 @@ def change(code: int) -> Fields:
 @pytest.mark.parametrize(
     ("ask", "repeated"),
     [
-        (lambda requests: requests.delete_topic("orders", Deadline(30)), UNKNOWN_TOPIC),
+        (lambda requests: requests.delete_topic("orders", "", Deadline(30)), UNKNOWN_TOPIC),
+        (lambda requests: requests.delete_topic("orders", "1" * 32, Deadline(30)), UNKNOWN_TOPIC_ID),
         (lambda requests: requests.grow_topic("orders", 3, Deadline(30)), INVALID_PARTITIONS),
     ],
-    ids=["delete", "grow"],
+    ids=["delete", "delete by id", "grow"],
 )
 def test_a_change_of_a_topic_whose_answer_is_lost_is_done_if_the_second_copy_finds_it_done(
     cluster: Cluster, requests: Requests, ask: Callable[[Requests], Any], repeated: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from txnbridge_kafka.client.protocol_types import (
     TIMED_OUT,
     TRANSACTIONAL_ID_NOT_FOUND,
     UNKNOWN_TOPIC,
+    UNKNOWN_TOPIC_ID,
     UNSTABLE_OFFSET,
     ActiveProducer,
     CommittedOffset,
@@ -45,6 +47,8 @@ from txnbridge_kafka.client.protocol_types import (
 )
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.settings import KafkaSettings
+
+_NO_ID = "0" * 32
 
 
 class Requests:
@@ -465,9 +469,12 @@ class Requests:
         request = partial(wire.CREATE_TOPICS, topics=[{**topic, "configs": configs}], validate_only=False)
         return self._ask_controller(request, "topics", deadline, f"creating topic {name!r}")
 
-    def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:
-        request = partial(wire.DELETE_TOPICS, topic_names=[name])
-        return self._ask_controller(request, "responses", deadline, f"deleting topic {name!r}", UNKNOWN_TOPIC)
+    def delete_topic(self, name: str, id: str, deadline: Deadline) -> RequestResult:
+        """Delete a topic, by its id if it has one: a late or second copy then does not delete a topic created again."""
+        topic = {"name": None if id else name, "topic_id": uuid.UUID(id or _NO_ID)}
+        request = partial(wire.DELETE_TOPICS, topics=[topic], topic_names=[name])
+        done = UNKNOWN_TOPIC_ID if id else UNKNOWN_TOPIC
+        return self._ask_controller(request, "responses", deadline, f"deleting topic {name!r}", done)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
         topic = {"name": name, "count": partitions, "assignments": None}

@@ -279,7 +279,10 @@ CreateTopics 19 6
     configs:[name:str value:str]] timeout_ms:i32 validate_only:bool
   = throttle_time_ms:i32 topics:[name:str error_code:i16 error_message:str num_partitions:i32 replication_factor:i16
     configs:[name:str value:str read_only:bool config_source:i8 is_sensitive:bool]]
-DeleteTopics 20 5
+DeleteTopics 20 6
+    topics:[name:str topic_id:uuid] timeout_ms:i32
+  = throttle_time_ms:i32 responses:[name:str topic_id:uuid error_code:i16 error_message:str]
+or 5
     topic_names:[str] timeout_ms:i32
   = throttle_time_ms:i32 responses:[name:str error_code:i16 error_message:str]
 CreatePartitions 37 2,3
