@@ -88,7 +88,7 @@ class ToyWriter(spi.Writer):
         self._sent.append((topic, partition, key, value, spi.Headers(headers or ()), timestamp))
         self.messages += 1
 
-    def send_many(self, topic: str, items: Iterable[spi.Item]) -> None:
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
         for item in items:
             self.send(topic, *spi.encode_item(item), None, None)
 

@@ -73,7 +73,6 @@ __all__ = [
     "Headers",
     "Held",
     "Identity",
-    "Item",
     "Ledger",
     "LedgerClaim",
     "LedgerEntry",
@@ -88,6 +87,7 @@ __all__ = [
     "Partition",
     "Position",
     "Publisher",
+    "Raw",
     "RawHeaders",
     "Reader",
     "ReaderListener",
@@ -109,9 +109,8 @@ __all__ = [
 ]
 
 Partition = tuple[str, int]  # topic and partition number
+Raw = bytes | None  # a key or a value
 RawHeaders = Sequence[tuple[str, bytes | None]]
-# One message of `send_many`: bytes are the message's value, any other item must be converted by `encode_item`.
-Item = Any
 
 _Part = TypeVar("_Part")
 _log = logging.getLogger("txnbridge")
@@ -370,13 +369,7 @@ class Writer(ABC):
 
     @abstractmethod
     def send(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders | None,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders | None, partition: int | None, timestamp: int | None
     ) -> None:
         """Take one message. Wait for free buffer space if necessary, at most until the transaction's deadline.
 
@@ -385,11 +378,11 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
         """Take many messages for one topic. Wait for buffer space and raise errors as `send` does.
 
         Messages taken before an error stay taken, and `messages` counts them: the core names the item that failed, and
-        then allows only an abort. An item that is not bytes is in the user's form: `encode_item(item)` converts it to
+        then allows only an abort. An item is the message's value as bytes, or else `encode_item(item)` converts it to
         (value, key, headers).
         """
 

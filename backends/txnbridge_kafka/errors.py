@@ -48,11 +48,8 @@ REBALANCED = {
 }
 _PASSING = {
     *REBALANCED,
-    KafkaError._STATE,
     KafkaError._TIMED_OUT,
     KafkaError._TRANSPORT,
-    KafkaError._WAIT_COORD,
-    KafkaError._DESTROY,
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR,

@@ -40,7 +40,7 @@ from txnbridge._base.token import State
 from txnbridge._write.token_operations import Outcomes
 from txnbridge._write.transaction import Transaction
 from txnbridge._write.writers import KeptMessage, TakenWriter, Writers
-from txnbridge.spi import Begin, Evidence, Item, Partition, Position, RawHeaders, Writer
+from txnbridge.spi import Begin, Evidence, Partition, Position, Raw, RawHeaders, Writer
 
 _log = logging.getLogger("txnbridge")
 
@@ -329,13 +329,7 @@ class Member(TakenWriter, Writer):
         raise errors.InvalidState("a gathered transaction begins when it is made")
 
     def send(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders | None,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders | None, partition: int | None, timestamp: int | None
     ) -> None:
         if self.writer is None and self.keep(KeptMessage(topic, value, key, headers, partition, timestamp)):
             return
@@ -359,7 +353,7 @@ class Member(TakenWriter, Writer):
         self.bytes += size
         return True
 
-    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
         if self.writer is None and not (isinstance(items, Sized) and len(items) > self._group.member_messages):
             items = iter(items)
             for item in items:

@@ -22,7 +22,7 @@ from txnbridge._base.topic import Topic, as_topic, check_topic_name, encode_mess
 from txnbridge._read.deliveries import Deliveries, hold
 from txnbridge._write.token_operations import Outcomes
 from txnbridge._write.writers import KeptMessage, TakenWriter
-from txnbridge.spi import RawHeaders
+from txnbridge.spi import Raw, RawHeaders
 
 _log = logging.getLogger("txnbridge")
 
@@ -248,13 +248,7 @@ class Transaction(ConnectionUser):
 
     @_one_call("send")
     def _send_encoded(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders, partition: int | None, timestamp: int | None
     ) -> None:
         """Add a message that was encoded before, as `send` does; plug-ins have added their headers to it already."""
         if self._state is not _OPEN:

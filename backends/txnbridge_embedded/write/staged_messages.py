@@ -11,7 +11,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from txnbridge.errors import InvalidOption, NotFound, StorageFailed
-from txnbridge.spi import Item, RawHeaders, encode_item
+from txnbridge.spi import Raw, RawHeaders, encode_item
 from txnbridge_embedded.client.headers import pack
 from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.store import StoredTopic
@@ -113,13 +113,7 @@ class StagedMessages:
         return list(self._topics.values())
 
     def add(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders | None,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders | None, partition: int | None, timestamp: int | None
     ) -> None:
         """Add one message. Raise `NotFound` for a missing topic or partition, `InvalidOption` for a wrong message."""
         if key is None and partition is None:
@@ -144,7 +138,7 @@ class StagedMessages:
         if self.bytes >= self._spill_bytes:
             self._call_overflow()
 
-    def add_many(self, topic: str, items: Iterable[Item]) -> None:
+    def add_many(self, topic: str, items: Iterable[Any]) -> None:
         """Add many messages for one topic. Those without a key go to one partition."""
         keyless = self._choose(topic)
         source = iter(items)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from txnbridge import errors
-from txnbridge.spi import Begin, Deadline, Decision, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer
+from txnbridge.spi import Begin, Deadline, Decision, Evidence, Outcome, Partition, Position, Raw, RawHeaders, Writer
 from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, now_ms
 from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.write import acks, retention
@@ -56,17 +56,11 @@ class EmbeddedWriter(Writer):
         self._stored = self._failed = False
 
     def send(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders | None,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders | None, partition: int | None, timestamp: int | None
     ) -> None:
         self._outgoing.add(topic, value, key, headers, partition, timestamp)
 
-    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
         self._outgoing.add_many(topic, items)
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:

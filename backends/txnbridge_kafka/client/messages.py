@@ -19,7 +19,7 @@ from txnbridge_kafka.client.protocol_types import (
 )
 
 _READ_COMMITTED = 1
-_TOPIC_ID = "txnbridge-topic-id:"
+_TOPIC_ID = "txnbridge-topic-id:"  # by which a reader notices that a topic was deleted and created again
 
 
 def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> wire.Request:
@@ -36,7 +36,7 @@ def offsets_of(
         lambda each: {
             "committed_offset": offsets[each],
             "committed_leader_epoch": -1,
-            "committed_metadata": _metadata_of(topic_ids.get(each)),
+            "committed_metadata": f"{_TOPIC_ID}{topic_ids[each]}" if each in topic_ids else "",
         },
     )
     return {
@@ -53,14 +53,6 @@ def _topics(partitions: Iterable[Partition], fields: Callable[[Partition], Mappi
         {"name": topic, "partitions": [{"partition_index": each, **fields((topic, each))} for each in numbers]}
         for topic, numbers in by_topic(partitions).items()
     ]
-
-
-def _metadata_of(topic_id: str | None) -> str:
-    """Return the text that is stored as metadata of a committed offset: the topic's id.
-
-    By the id a reader notices that the topic was deleted and created again.
-    """
-    return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
 
 
 def committed_offset(partition: Any) -> CommittedOffset | None:

@@ -90,10 +90,7 @@ class StartLookup:
                     self._assignment.add((topic, number))
 
     def _begin(
-        self,
-        requests: Mapping[KafkaPartition, SeekRequest],
-        resolved: ResolvedOffsets,
-        member: GroupMembership | None,
+        self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets, member: GroupMembership | None
     ) -> None:
         self._left_out = len({*resolved.offsets, *resolved.to_commit}) < len(requests)
         unrecorded = set() if self._group_starts is None else self._group_starts.unrecorded

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from txnbridge import errors
-from txnbridge.spi import Begin, Deadline, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer, encode_item
+from txnbridge.spi import Begin, Deadline, Evidence, Outcome, Partition, Position, Raw, RawHeaders, Writer, encode_item
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.capabilities import LIMITS
 from txnbridge_pulsar.cluster import ClusterAccess
@@ -119,13 +119,7 @@ class PulsarWriter(Writer):
         self.messages = 0
 
     def send(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders | None,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders | None, partition: int | None, timestamp: int | None
     ) -> None:
         batcher = self._batcher(topic, partition)
         size = self._check(value, key, headers, timestamp)
@@ -158,7 +152,7 @@ class PulsarWriter(Writer):
             raise errors.InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
         return size
 
-    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
         batcher = self._batcher(topic, None)
         if isinstance(items, list | tuple) and set(map(type, items)) == {bytes}:
             done = batcher.take_many(items)

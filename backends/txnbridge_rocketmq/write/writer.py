@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from txnbridge import errors
 from txnbridge.errors import InvalidState, TransactionAborted
@@ -18,12 +18,12 @@ from txnbridge.spi import (
     Deadline,
     Decision,
     Evidence,
-    Item,
     Ledger,
     LedgerClaim,
     Outcome,
     Partition,
     Position,
+    Raw,
     RawHeaders,
     Token,
     Writer,
@@ -97,13 +97,7 @@ class RocketMQWriter(Writer):
         return begin.deadline.left()
 
     def send(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        headers: RawHeaders | None,
-        partition: int | None,
-        timestamp: int | None,
+        self, topic: str, value: Raw, key: Raw, headers: RawHeaders | None, partition: int | None, timestamp: int | None
     ) -> None:
         if self.messages >= (most := self._cluster.settings.timing.transaction_messages):
             raise errors.InvalidOption(
@@ -141,7 +135,7 @@ class RocketMQWriter(Writer):
             written.queues = queues
         return written
 
-    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
         for item in items:
             value, key, headers = (item, None, None) if item.__class__ is bytes else encode_item(item)
             self.send(topic, value, key, headers, None, None)
