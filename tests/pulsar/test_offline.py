@@ -34,7 +34,7 @@ from txnbridge_pulsar.outcome.proof import ProofRecord
 from txnbridge_pulsar.read import partition as partition_module
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
-from txnbridge_pulsar.read.subscriptions import SharedMode, mode_of
+from txnbridge_pulsar.read.subscriptions import FailoverMode, SharedMode, mode_of
 from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.topics import PulsarTopics
@@ -49,10 +49,12 @@ from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
+from tests.core.decisions_kit import MemoryLog
 from tests.core.reading_kit import by_partition
 from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_everywhere
+from tests.pulsar import reading_kit
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
@@ -942,6 +944,19 @@ def test_a_topic_that_is_deleted_while_topics_are_listed_is_not_listed_without_p
     )
     topics = PulsarTopics(cluster_with().settings, client, NO_REST)
     assert topics.all(Deadline(SOON)) == {"u": 1}
+
+
+@pytest.mark.parametrize("start", ["latest", 1])
+def test_a_group_that_has_begun_begins_nowhere_else(monkeypatch, start: str | int) -> None:
+    """Not even at added partitions, and although it has acknowledged nothing: it would skip messages."""
+    log, set_to = MemoryLog(), []
+    monkeypatch.setattr(reading_kit, "MemoryLog", lambda: log)
+    monkeypatch.setattr(FailoverMode, "_begin_at", lambda *_: set_to.append(start))
+    with member_of([1], set(), "group", start=start):
+        assert set_to == [1] * (start == 1)
+    with member_of([2], set(), "group", start=start) as (_, broker, _):
+        assert [each.fields["initial_position"] for each in broker.wait_for("subscribe", 2)] == [1, 1]
+    assert set_to == [1] * (start == 1)
 
 
 @pytest.mark.parametrize("deleted", [True, False])

@@ -95,7 +95,7 @@ class PulsarReader(Reader):
         self._timing = cluster.settings.timing
         self._inbox = wire.Inbox(self._timing.reader_bytes)
         self._end_delivery = EndDelivery(cluster)
-        self._registry = GroupRegistry(cluster.rest, subscription.group, context, self._timing)
+        self._registry = GroupRegistry(cluster.rest, subscription, context, self._timing)
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # other threads acknowledge
         self._partitions: dict[Partition, PulsarPartition] = {}
@@ -136,7 +136,8 @@ class PulsarReader(Reader):
         def open_one(key: Partition, concrete: str) -> None:
             if key[1] < begun[key[0]]:
                 self._check_subscription(key, concrete, deadline)
-            consumer = self._mode.open(concrete, first, deadline)
+            # Where a new group begins does not count for a group that has begun: it would skip messages (hazard H57).
+            consumer = self._mode.open(concrete, first and not begun[key[0]], deadline)
             opened.append(
                 PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
             )

@@ -38,7 +38,7 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        """Open a consumer on a partition, or an unpartitioned topic; `first` is False for a partition added later."""
+        """Open a consumer on a partition, or an unpartitioned topic; `first` is False once a group has begun."""
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
