@@ -294,6 +294,16 @@ def test_a_group_that_has_missed_a_commit_is_told_of_it_although_its_member_is_c
     assert [given.args[1] for given in end.call_args_list] == ["t", "t"]
 
 
+def test_a_member_that_is_closed_right_after_a_commit_learns_that_its_topic_is_unloaded() -> None:
+    with member_of([1], set(), "group", timing=Timing(unload_notice_seconds=1)) as (member, _, ((peer, id),)):
+        used = Participant("t", "group", consumer := member.partition("t").consumer, consumer.generation)
+        notice = threading.Timer(0.1, lambda: peer.say("close_consumer", consumer_id=id, request_id=2**64 - 1))
+        notice.start()
+        member.reader.close(Deadline(SOON))
+        notice.join()
+        assert used.has_moved
+
+
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]

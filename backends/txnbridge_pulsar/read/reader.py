@@ -518,6 +518,8 @@ class PulsarReader(Reader):
         self._closed = True
         self._end_delivery.close(deadline)
         try:
+            # A broker does not tell a closed consumer that its topic was unloaded during a commit (hazard H49).
+            time.sleep(min(self._timing.unload_notice_seconds * self._mode.grouped, deadline.left()))
             for partition in list(self._by_consumer.values()):
                 with suppress(wire.PulsarError):
                     partition.consumer.close(deadline.left())
