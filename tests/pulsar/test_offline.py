@@ -53,7 +53,7 @@ from tests.core.decisions_kit import MemoryLog
 from tests.core.reading_kit import by_partition
 from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
-from tests.interrupts import Interrupted, interrupted_everywhere
+from tests.interrupts import Interrupted, interrupted_at, interrupted_everywhere
 from tests.pulsar import reading_kit
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
@@ -954,6 +954,15 @@ def test_a_topic_that_is_deleted_while_topics_are_listed_is_not_listed_without_p
     )
     topics = PulsarTopics(cluster_with().settings, client, NO_REST)
     assert topics.all(Deadline(SOON)) == {"u": 1}
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_member_whose_closing_was_interrupted_leaves_its_group(number: int) -> None:
+    with member_of([1], set(), "group") as (member, *_):
+        consumer = member.partition("t").consumer
+        assert interrupted_at(lambda: member.reader.close(Deadline(SOON)), number, ["read/reader.py"])
+        member.reader.close(Deadline(SOON))  # as the core does
+        wait_until(lambda: consumer.lost)
 
 
 @pytest.mark.parametrize("start", ["latest", 1])

@@ -513,11 +513,11 @@ class PulsarReader(Reader):
         return self._context
 
     def close(self, deadline: Deadline) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._end_delivery.close(deadline)
         try:
+            if self._closed:  # by a call that a signal handler's exception may have ended
+                return
+            self._closed = True
+            self._end_delivery.close(deadline)
             # A broker does not tell a closed consumer that its topic was unloaded during a commit (hazard H49).
             time.sleep(min(self._timing.unload_notice_seconds * self._mode.grouped, deadline.left()))
             for partition in list(self._by_consumer.values()):
