@@ -908,6 +908,15 @@ def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_o
     assert (partition.fault is None) == (published < 100)
 
 
+def test_a_time_that_a_member_has_sought_skips_nothing_once_its_partition_was_elsewhere() -> None:
+    partition = PulsarPartition(("t", 0), "t", SimpleNamespace(generation=0, activations=0), True, 100)  # type: ignore[arg-type]
+    partition.since = 100, (9, 0, 0)
+    partition.leave()
+    partition.arrive(None, BEGIN)
+    partition.put(unreadable(1, 50))
+    assert partition.take(1) == ([], 0) and partition.fault is not None
+
+
 @contextmanager
 def member_of(
     partitions: list[int], broken: set[int], group: str | None, **given: Any
