@@ -295,6 +295,15 @@ def test_chunks_that_come_again_from_the_first_make_the_message_once():
     assert found[2] is not None and found[2].parts == (wire.MessageId(7, 0), wire.MessageId(7, 1))
 
 
+def test_chunks_that_a_sender_has_stored_twice_make_the_message_once_and_are_acknowledged_with_it():
+    chunks = Chunks()
+    numbers = enumerate((0, 1, 0, 1, 1, 0, 1, 1, 2))
+    found = [add(chunks, chunk_of("a", number, 3, b"one", at, 9)) for at, number in numbers]
+    assert found[:-1] == [None] * 8 and found[-1] is not None
+    assert [message.payload for message in found[-1].messages()] == [b"oneoneone"]
+    assert sorted(found[-1].parts) == [wire.MessageId(7, at) for at in range(9)]
+
+
 def test_chunks_that_do_not_add_up_to_their_message_are_refused():
     chunks = Chunks()
     add(chunks, chunk_of("a", 0, 2, b"one", 1, 7))

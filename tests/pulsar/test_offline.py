@@ -34,7 +34,7 @@ from txnbridge_pulsar.outcome.proof import ProofRecord
 from txnbridge_pulsar.read import partition as partition_module
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
-from txnbridge_pulsar.read.subscriptions import SharedMode, mode_of
+from txnbridge_pulsar.read.subscriptions import FailoverMode, SharedMode, mode_of
 from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.topics import PulsarTopics
@@ -49,10 +49,12 @@ from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
+from tests.core.decisions_kit import MemoryLog
 from tests.core.reading_kit import by_partition
 from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
-from tests.interrupts import Interrupted, interrupted_everywhere
+from tests.interrupts import Interrupted, interrupted_at, interrupted_everywhere
+from tests.pulsar import reading_kit
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
@@ -290,6 +292,16 @@ def test_a_group_that_has_missed_a_commit_is_told_of_it_although_its_member_is_c
         end_delivery.ended(TXN, True, [Participant("u", "s", never_lost, never_lost.generation)], Deadline(SOON))
         end_delivery.close(Deadline(SOON))
     assert [given.args[1] for given in end.call_args_list] == ["t", "t"]
+
+
+def test_a_member_that_is_closed_right_after_a_commit_learns_that_its_topic_is_unloaded() -> None:
+    with member_of([1], set(), "group", timing=Timing(unload_notice_seconds=1)) as (member, _, ((peer, id),)):
+        used = Participant("t", "group", consumer := member.partition("t").consumer, consumer.generation)
+        notice = threading.Timer(0.1, lambda: peer.say("close_consumer", consumer_id=id, request_id=2**64 - 1))
+        notice.start()
+        member.reader.close(Deadline(SOON))
+        notice.join()
+        assert used.has_moved
 
 
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -896,6 +908,15 @@ def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_o
     assert (partition.fault is None) == (published < 100)
 
 
+def test_a_time_that_a_member_has_sought_skips_nothing_once_its_partition_was_elsewhere() -> None:
+    partition = PulsarPartition(("t", 0), "t", SimpleNamespace(generation=0, activations=0), True, 100)  # type: ignore[arg-type]
+    partition.since = 100, (9, 0, 0)
+    partition.leave()
+    partition.arrive(None, BEGIN)
+    partition.put(unreadable(1, 50))
+    assert partition.take(1) == ([], 0) and partition.fault is not None
+
+
 @contextmanager
 def member_of(
     partitions: list[int], broken: set[int], group: str | None, **given: Any
@@ -942,6 +963,28 @@ def test_a_topic_that_is_deleted_while_topics_are_listed_is_not_listed_without_p
     )
     topics = PulsarTopics(cluster_with().settings, client, NO_REST)
     assert topics.all(Deadline(SOON)) == {"u": 1}
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_member_whose_closing_was_interrupted_leaves_its_group(number: int) -> None:
+    with member_of([1], set(), "group") as (member, *_):
+        consumer = member.partition("t").consumer
+        assert interrupted_at(lambda: member.reader.close(Deadline(SOON)), number, ["read/reader.py"])
+        member.reader.close(Deadline(SOON))  # as the core does
+        wait_until(lambda: consumer.lost)
+
+
+@pytest.mark.parametrize("start", ["latest", 1])
+def test_a_group_that_has_begun_begins_nowhere_else(monkeypatch, start: str | int) -> None:
+    """Not even at added partitions, and although it has acknowledged nothing: it would skip messages."""
+    log, set_to = MemoryLog(), []
+    monkeypatch.setattr(reading_kit, "MemoryLog", lambda: log)
+    monkeypatch.setattr(FailoverMode, "_begin_at", lambda *_: set_to.append(start))
+    with member_of([1], set(), "group", start=start):
+        assert set_to == [1] * (start == 1)
+    with member_of([2], set(), "group", start=start) as (_, broker, _):
+        assert [each.fields["initial_position"] for each in broker.wait_for("subscribe", 2)] == [1, 1]
+    assert set_to == [1] * (start == 1)
 
 
 @pytest.mark.parametrize("deleted", [True, False])

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, PositionLost
-from txnbridge.spi import Context, Deadline, LedgerValue
+from txnbridge.spi import Context, Deadline, LedgerValue, Subscription
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
 from txnbridge_pulsar.settings import Timing
 
@@ -25,12 +25,12 @@ _log = logging.getLogger("txnbridge")
 class GroupRegistry:
     """Knows from the decision log which partitions a group has begun to read, and finds lost subscriptions by REST."""
 
-    def __init__(self, rest: Rest, group: str | None, context: Context, timing: Timing) -> None:
+    def __init__(self, rest: Rest, subscription: Subscription, context: Context, timing: Timing) -> None:
         self._rest = rest
-        self._group = group or ""
+        self._group = subscription.group or ""
         self._context = context
         self._timing = timing
-        self._is_disabled = not rest or group is None
+        self._is_disabled = subscription.group is None or not (rest or subscription.start != "earliest")
         self._no_rest_until = 0.0
         self._asks = threading.Lock()  # so that one thread alone waits for an answer that does not come
 
@@ -58,7 +58,7 @@ class GroupRegistry:
 
     def check(self, concrete: str, deadline: Deadline) -> None:
         """Raise `PositionLost` if the group has no subscription on a partition that the group has begun to read."""
-        if not self._is_disabled and not self._has_subscription(concrete, deadline):
+        if self._rest and not self._is_disabled and not self._has_subscription(concrete, deadline):
             raise PositionLost(
                 f"group {self._group!r} has read {concrete}, but its subscription is gone: it was deleted, or not used"
                 " for too long (subscriptionExpirationTimeMinutes). Nothing was skipped or read again: read with a new"

@@ -152,7 +152,7 @@ class PulsarPartition:
         """End the assignment. Messages that were delivered in this assignment can no longer be acknowledged."""
         self.is_assigned = False
         self.drop()
-        self.overcount = 0
+        self.since, self.overcount = None, 0
         for known in (self._outstanding, self._sizes, self._parts, self._delivery_counts):
             known.clear()
         self._acked.clear()

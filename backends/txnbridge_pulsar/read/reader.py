@@ -95,7 +95,7 @@ class PulsarReader(Reader):
         self._timing = cluster.settings.timing
         self._inbox = wire.Inbox(self._timing.reader_bytes)
         self._end_delivery = EndDelivery(cluster)
-        self._registry = GroupRegistry(cluster.rest, subscription.group, context, self._timing)
+        self._registry = GroupRegistry(cluster.rest, subscription, context, self._timing)
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # other threads acknowledge
         self._partitions: dict[Partition, PulsarPartition] = {}
@@ -136,7 +136,8 @@ class PulsarReader(Reader):
         def open_one(key: Partition, concrete: str) -> None:
             if key[1] < begun[key[0]]:
                 self._check_subscription(key, concrete, deadline)
-            consumer = self._mode.open(concrete, first, deadline)
+            # Where a new group begins does not count for a group that has begun: it would skip messages (hazard H57).
+            consumer = self._mode.open(concrete, first and not begun[key[0]], deadline)
             opened.append(
                 PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
             )
@@ -512,11 +513,13 @@ class PulsarReader(Reader):
         return self._context
 
     def close(self, deadline: Deadline) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._end_delivery.close(deadline)
         try:
+            if self._closed:  # by a call that a signal handler's exception may have ended
+                return
+            self._closed = True
+            self._end_delivery.close(deadline)
+            # A broker does not tell a closed consumer that its topic was unloaded during a commit (hazard H49).
+            time.sleep(min(self._timing.unload_notice_seconds * self._mode.grouped, deadline.left()))
             for partition in list(self._by_consumer.values()):
                 with suppress(wire.PulsarError):
                     partition.consumer.close(deadline.left())

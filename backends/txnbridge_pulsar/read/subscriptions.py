@@ -38,7 +38,7 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        """Open a consumer on a partition, or an unpartitioned topic; `first` is False for a partition added later."""
+        """Open a consumer on a partition, or an unpartitioned topic; `first` is False once a group has begun."""
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
@@ -53,7 +53,7 @@ class SubscriptionMode(ABC):
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
         """Return whether the broker has not yet said which member of the group has the partition."""
-        return False
+        return self.in_order and partition.consumer.lost is None and partition.consumer.active is None
 
     @abstractmethod
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
@@ -212,8 +212,7 @@ class FailoverMode(SubscriptionMode):
             last, acknowledged = alone.progress(deadline.left())
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
                 return
-            passed = _last_before(alone, timestamp, last, deadline)
-            if passed is not None:
+            if (passed := _last_before(alone, timestamp, last, deadline)) is not None:
                 # Seek instead of acknowledging: a seek is stored before the answer, but an acknowledgement is lost if
                 # the topic is unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
@@ -224,13 +223,11 @@ class FailoverMode(SubscriptionMode):
         if consumer.lost is not None or consumer.generation != partition.generation:
             return "lost"
         # The partition may have left and returned, and another member may have received the same messages in between.
-        return "" if consumer.active and consumer.activations == partition.activations else "revoking"
+        is_here = not self.in_order or (consumer.active and consumer.activations == partition.activations)
+        return "" if is_here else "revoking"
 
     def is_due(self, partition: PulsarPartition) -> bool:
-        return partition.consumer.lost is None and bool(partition.consumer.active)
-
-    def is_undecided(self, partition: PulsarPartition) -> bool:
-        return self.in_order and partition.consumer.lost is None and partition.consumer.active is None
+        return partition.consumer.lost is None and (bool(partition.consumer.active) or not self.in_order)
 
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         _, acknowledged = partition.consumer.progress(deadline.left())
@@ -259,16 +256,8 @@ class SharedMode(FailoverMode):
     in_order = False
 
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        by_key = self._subscription.sharing == "key"
-        type = wire.SubscriptionType.KEY_SHARED if by_key else wire.SubscriptionType.SHARED
+        type = wire.SubscriptionType.KEY_SHARED if self._subscription.sharing == "key" else wire.SubscriptionType.SHARED
         return self._join(topic, first, type, 0, deadline)
-
-    def has_left(self, partition: PulsarPartition) -> str:
-        consumer = partition.consumer
-        return "lost" if consumer.lost is not None or consumer.generation != partition.generation else ""
-
-    def is_due(self, partition: PulsarPartition) -> bool:
-        return partition.consumer.lost is None
 
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         raise NotSupported(
@@ -327,7 +316,6 @@ def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
     """Return the way to read for a subscription: by its group, and by how the members share messages."""
-    if subscription.group is None:
-        return UngroupedMode(client, subscription, inbox, connection_key)
-    kind = FailoverMode if subscription.sharing == "partition" else SharedMode
+    grouped = FailoverMode if subscription.sharing == "partition" else SharedMode
+    kind = UngroupedMode if subscription.group is None else grouped
     return kind(client, subscription, inbox, connection_key)

@@ -32,7 +32,7 @@ class Timing:
     transactions_per_presence: int = 1000
     # Half of a broker's default entry size: the next owner's first record has all of this one, and more.
     max_fence_record_bytes: int = 2_500_000
-    # A writer that closes right after a commit waits this long until brokers have closed producers on unloaded topics.
+    # A writer or reader that closes after a commit waits this long for notices that topics were unloaded.
     unload_notice_seconds: float = 0.02
 
     # --- reading

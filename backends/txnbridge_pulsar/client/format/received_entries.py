@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from txnbridge_pulsar.client.errors import CorruptEntry, PulsarError
@@ -68,7 +69,7 @@ class ReceivedEntry:
     """A received entry, with its metadata parsed. Its messages are parsed by `messages`.
 
     An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with the entry. If a
-    message was sent in several chunks, `parts` are the ids of all its chunks, in order.
+    message was sent in several chunks, `parts` are the ids of all its chunks, also of ones that were sent twice.
     """
 
     __slots__ = (
@@ -163,7 +164,7 @@ class ReceivedEntry:
     def join(self, earlier: list[ReceivedEntry]) -> None:
         """Join this last chunk with the `earlier` ones into the whole message. Set `fault` if its size is wrong."""
         first = earlier[0].id
-        self.parts = (*(chunk.id for chunk in earlier), self.id)
+        self.parts = (*_ids(earlier), self.id)
         self.id = self.id._replace(first_chunk=(first.ledger, first.entry))
         self._payload = b"".join([*(chunk._payload for chunk in earlier), self._payload])
         self.size = sum((chunk.size for chunk in earlier), self.size)
@@ -247,6 +248,10 @@ class ReceivedEntry:
         return records
 
 
+def _ids(chunks: Iterable[ReceivedEntry]) -> list[MessageId]:
+    return [*dict.fromkeys(id for chunk in chunks for id in (*chunk.parts, chunk.id))]
+
+
 def _described(data: bytes) -> tuple[int, Fields]:
     """Parse the metadata of a message in a batch. Return the size of the message's payload, and the metadata."""
     # Most messages have only the required size field.
@@ -275,8 +280,9 @@ class Chunks:
     messages together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk
     of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
-    Chunks that arrive without those before them are left out: `take` returns their ids, too. Only one thread may call
-    the methods.
+    Chunks that arrive without those before them are left out: `take` returns their ids, too. Copies of a chunk, which
+    senders store after lost receipts, become its `parts`, to be acknowledged as well. Only one thread may call the
+    methods.
     """
 
     def __init__(self) -> None:
@@ -292,13 +298,16 @@ class Chunks:
         Return a faulty entry if the message cannot be completed. A chunk out of order is dropped.
         """
         uuid, number, of = chunk
-        if number == 0:  # a new message, or one that is redelivered from its first chunk on
+        if number == 0:  # a new message, or one that is sent again or redelivered from its first chunk on
+            entry.parts = tuple(_ids(self._begun.get(uuid, ())))
             self._begin(uuid)
         earlier = self._begun.get(uuid)
         if earlier is None or len(earlier) != number:
-            repeated = earlier is not None and 0 <= number < len(earlier) and earlier[number].id == entry.id
-            if not repeated:
-                self._strays += [(each.id, entry.arrival, each.redeliveries) for each in (*(earlier or ()), entry)]
+            if earlier is not None and 0 <= number < len(earlier):
+                earlier[number].parts = (*{*earlier[number].parts, entry.id},)
+            else:
+                lost = [*(earlier or ()), entry]
+                self._strays += [(id, entry.arrival, each.redeliveries) for each in lost for id in _ids([each])]
                 self._forget(uuid)
             return entry if self._is_of_dropped_message(uuid, entry) else None
         size = self._sizes[uuid] + entry.size + CHUNK_OVERHEAD_BYTES
@@ -352,7 +361,7 @@ class Chunks:
         self._strays = deque((each for each in self._strays if not self._is_idle(*each[1:])), _MAX_STRAYS)
         for uuid, chunks in list(self._begun.items()):
             if self._is_idle(chunks[-1].arrival, chunks[0].redeliveries):
-                ids += [entry.id for entry in chunks]
+                ids += _ids(chunks)
                 self._forget(uuid)
         self._rounds.append(taken)
         return ids
