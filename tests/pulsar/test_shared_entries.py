@@ -169,7 +169,7 @@ class Member:
         inbox: Any = SimpleNamespace(wake=lambda: None)
         options = ConsumerOptions("g", type, EARLIEST, True, None, 0, "", True)
         self.consumer = PulsarConsumer(None, None, "t", options, inbox)  # type: ignore[arg-type]
-        self.consumer._connection, self.consumer._lost = broker, None  # type: ignore[assignment]
+        self.consumer._connection, self.consumer.lost = broker, None  # type: ignore[assignment]
         self.partition = PulsarPartition(KEY, "t", self.consumer, True, 100)
         self.partition.arrive(None, BEGIN)
         self.guard = threading.Lock()

@@ -112,7 +112,8 @@ class PulsarConsumer:
         self._options = options
         self._id = -1
         self._connection: BrokerConnection | None = None
-        self._lost: PulsarError | None = Closed("the consumer was never opened")
+        # The error after which the consumer has to be reopened; None while it is subscribed.
+        self.lost: PulsarError | None = Closed("the consumer was never opened")
         self._subscribed = False
         self._was_subscribed = False
         self._state = threading.Lock()
@@ -128,11 +129,6 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ opening
 
     @property
-    def lost(self) -> PulsarError | None:
-        """Return the error after which the consumer has to be reopened; None while it is subscribed."""
-        return self._lost
-
-    @property
     def all_taken(self) -> bool:
         """Return whether the caller has taken all entries of this consumer that have arrived in the inbox."""
         return self._taken == self.arrived
@@ -142,7 +138,7 @@ class PulsarConsumer:
         continues after the last entry that was taken from the inbox; if a message in chunks is incomplete, it continues
         before that message. Raise the errors of `PulsarClient.subscribe`.
         """
-        if isinstance(self._lost, Closed) and self._connection is not None:
+        if isinstance(self.lost, Closed) and self._connection is not None:
             raise Closed("the consumer is closed")
         deadline = ClientDeadline(timeout)
         self._leave(deadline)
@@ -157,7 +153,7 @@ class PulsarConsumer:
                 self.generation += 1
                 self._outstanding = self.arrived = self._taken = 0
                 self._chunks = Chunks()
-                self.active = self._lost = None
+                self.active = self.lost = None
                 self._subscribed = False
             connection.add("consumer", self._id, self._callbacks(self.generation))
             connection.ask("subscribe", deadline, **self._subscribe_fields())
@@ -166,7 +162,7 @@ class PulsarConsumer:
             self._grant()
         except BaseException as error:
             connection.remove("consumer", self._id)
-            self._lost = BrokerConnectionLost("the subscription was not made", may_have_had_effect=False)
+            self.lost = BrokerConnectionLost("the subscription was not made", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
             raise
@@ -197,7 +193,7 @@ class PulsarConsumer:
         taken.
         """
         entries = self.inbox.take(timeout, most)
-        if not entries and self._lost is not None:
+        if not entries and self.lost is not None:
             self._open_connection()
         return entries
 
@@ -283,7 +279,7 @@ class PulsarConsumer:
             # A broker closes the connection at more than an int32. An invalid entry may claim to use up as many.
             grant = min(wanted - self._outstanding, MAX_GRANT)
             # A broker drops flow permits that arrive before it has created the consumer.
-            if self._connection is None or self._lost is not None or not self._subscribed or grant < max(1, least):
+            if self._connection is None or self.lost is not None or not self._subscribed or grant < max(1, least):
                 return
             self._outstanding += grant
             flow = command("flow", consumer_id=self._id, message_permits=grant)
@@ -355,7 +351,7 @@ class PulsarConsumer:
             "ack", deadline, consumer_id=self._id, ack_type=kind, message_id=ids, **txn_fields
         )
         with self._state:
-            reason = self._lost
+            reason = self.lost
             if reason is None and generation == self.generation:
                 self._answers.add(answer)
                 return answer
@@ -438,7 +434,7 @@ class PulsarConsumer:
         return self._open_connection().ask(name, deadline, consumer_id=self._id, **fields)
 
     def _open_connection(self) -> BrokerConnection:
-        connection, lost = self._connection, self._lost
+        connection, lost = self._connection, self.lost
         if lost is not None or connection is None:
             if isinstance(lost, Closed):
                 raise Closed(str(lost))
@@ -472,9 +468,9 @@ class PulsarConsumer:
 
     def connection_lost(self, generation: int, reason: PulsarError) -> None:
         with self._state:
-            if generation != self.generation or self._lost is not None:
+            if generation != self.generation or self.lost is not None:
                 return
-            self._lost = reason
+            self.lost = reason
             unanswered, self._answers = self._answers, weakref.WeakSet()
         for answer in unanswered:
             answer.resolve(_unanswered(reason))
@@ -491,14 +487,14 @@ class PulsarConsumer:
         if self._connection is not None:
             self._connection.remove("consumer", self._id)
         with self._state:
-            lost, self._lost = self._lost, Closed("the consumer is closed")
-            self._lost.__cause__ = lost
+            lost, self.lost = self.lost, Closed("the consumer is closed")
+            self.lost.__cause__ = lost
         self.inbox.leave(self)
         self.inbox.wake()
 
     def _leave(self, deadline: ClientDeadline) -> None:
         connection = self._connection
-        if connection is not None and self._lost is None and not connection.closed:
+        if connection is not None and self.lost is None and not connection.closed:
             with suppress(PulsarError):
                 connection.ask("close_consumer", deadline, consumer_id=self._id)
             connection.remove("consumer", self._id)
