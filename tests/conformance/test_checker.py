@@ -605,7 +605,7 @@ def test_a_capability_that_a_broker_has_not_hides_no_other_finding_of_its_promis
 
 
 def test_a_decision_that_nobody_claimed_is_found_where_every_claim_tells_its_wish():
-    for wishes, found in ((("commit", "commit"), 1), (("commit", "abort"), 0), (("commit", None), 0)):
+    for wishes, found in ((("commit", "commit"), 1), (("commit", "abort"), 1), (("abort", "commit"), 0), ((None,), 0)):
         story = Story()
         for wish in wishes:
             story.txn("a", what="claim", transaction="x", wish=wish, outcome="aborted")

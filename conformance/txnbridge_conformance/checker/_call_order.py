@@ -117,16 +117,24 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
 
 
 def check_claims(tables: Tables, findings: Findings) -> None:
-    """Find decisions of a decision log that none of the claims on their ids asked for."""
+    """Find decisions of a decision log that no claim on their ids, begun before they were returned, asked for."""
     claims: dict[str, list[Operation]] = defaultdict(list)
     for operation in tables.operations:
         if operation.what == "claim" and operation.transaction:
             claims[operation.transaction].append(operation)
+    clocks = tables.clock.tolist()
     for name, each in claims.items():
-        wishes = tuple({claim.fields.get("wish") or "" for claim in each})  # "commit" begins "committed"
-        for claim in [one for one in each if told_by(one) and not str(one.outcome).startswith(wishes)][:1]:
-            text = f"{name} was decided as {claim.outcome}, and all {len(each)} claims asked for the opposite"
-            findings.add("split-decision", text, [claim.order])
+        wished: dict[tuple[str, int], int] = {}  # by wish and clock, when the first claim with it began
+        for claim in each:
+            key = claim.fields.get("wish") or "", clocks[claim.order]
+            wished[key] = min(claim.start, wished.get(key, claim.start))
+        for claim in filter(told_by, each):
+            own = clocks[claim.order]
+            asked = tuple({w for (w, clock), start in wished.items() if clock != own or start <= (claim.end or start)})
+            if not str(claim.outcome).startswith(asked):  # "commit" begins "committed"
+                text = f"{name} was decided as {claim.outcome}, for which none of its {len(each)} claims had asked"
+                findings.add("split-decision", text, [claim.order])
+                break
 
 
 def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:
