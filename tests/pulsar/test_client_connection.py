@@ -22,7 +22,7 @@ from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
 
 from tests.failing import fail_call, raising
-from tests.in_time import within
+from tests.in_time import wait_until, within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import acknowledge, connection_of, cut
@@ -730,6 +730,38 @@ def test_no_more_bytes_are_on_their_way_than_allowed():
         assert producer.send(wire.Single(bytes(900)), timeout=SOON).sequence_id == 1
         producer.close(SOON)
         client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
+
+
+def test_who_waits_for_room_goes_on_when_the_connection_is_lost_whose_entries_have_taken_it():
+    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
+        owns_everything(broker)
+        lost, other = (client.create_producer("t", timeout=SOON, connection_key=key) for key in "ab")
+        with ThreadPoolExecutor(2) as threads:
+            first = lost.send(wire.Single(bytes(900)), timeout=SOON)
+            waiting = [threads.submit(each.send, wire.Single(bytes(900)), timeout=SOON) for each in (lost, other)]
+            wait_until(lambda: len(client._budget._changed._waiters) == 2)  # type: ignore[attr-defined]
+            client.hang_up("a")
+            with pytest.raises(wire.BrokerConnectionLost, match="reopened"):
+                waiting[0].result()
+            assert waiting[1].result().sequence_id == 0
+        assert lost.unconfirmed == [first]
+        lost.reopen(SOON)
+        assert lost.resend(SOON) == [first]  # whose room is needed anyhow
+        for each in lost, other:
+            each.close(SOON)
+        assert client._budget._used == 0
+
+
+def test_the_entries_of_a_broker_that_hangs_stop_no_small_ones_of_others():
+    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=500 << 10) as client:
+        owns_everything(broker)
+        broker.handlers["connect"] = partial(connected, largest=1 << 20)
+        hanging, other = (client.create_producer(topic, timeout=SOON) for topic in "tu")
+        hanging.send(wire.Single(bytes(600 << 10)), timeout=SOON)
+        assert other.send(wire.Single(bytes(300)), timeout=SOON).sequence_id == 0
+        for producer, size in (other, 300), (client.create_producer("v", timeout=SOON), 600):
+            with pytest.raises(wire.RequestTimedOut):
+                producer.send(wire.Single(bytes(size)), timeout=0.1)
 
 
 def test_an_opening_that_is_not_answered_in_time_is_taken_back(broker, client):

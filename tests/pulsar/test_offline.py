@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from threading import get_ident
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ from tests.core.reading_kit import by_partition
 from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_everywhere
-from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
+from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
 from txnbridge import Outcome, Token, errors
@@ -744,9 +745,6 @@ def test_messages_on_their_way_are_sent_again_also_after_a_call_that_failed_mean
 def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> None:
     read_on = threading.Event()
 
-    def hello(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1 << 24)
-
     def take(peer: Peer, fields: dict[str, Any]) -> None:
         read_on.wait(SOON)  # it reads nothing meanwhile
         if fields["sequence_id"] == 0:
@@ -755,7 +753,7 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
         else:
             peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
 
-    with fake_broker(connect=hello, send=take) as broker, wire.PulsarClient(broker.url) as client:
+    with fake_broker(connect=partial(connected, largest=1 << 24), send=take) as broker, wire.PulsarClient(broker.url) as client:
         owns_everything(broker)
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)

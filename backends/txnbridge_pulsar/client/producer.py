@@ -193,7 +193,7 @@ class PulsarProducer:
             first = self._next if sequence_id is None else sequence_id
             frame = self._frame(content, txn, first, connection.max_message_size)
             send = Send(next(self._numbers), first, content.count, txn, frame)
-            self._budget.take(send.size, deadline)
+            self._budget.take(send, deadline, alone=not self._pending)
             self._next = max(self._next, send.highest_sequence_id + 1)
             send.when_done(when_done)
             try:
@@ -227,6 +227,7 @@ class PulsarProducer:
                 send.begin_again()
                 send.when_done(when_done)
                 try:
+                    self._budget.count(send)
                     self._write(connection, send, deadline)
                 except BaseException:  # also an interrupt, after which the entry may be under way or not
                     self._keep_unconfirmed([send])
@@ -236,9 +237,7 @@ class PulsarProducer:
     def forget(self) -> None:
         """Drop the list of unconfirmed sends. Their entries may still be stored."""
         with self._state:
-            forgotten, self._unconfirmed = self._unconfirmed, []
-        for send in forgotten:
-            self._budget.give_back(send.size)
+            self._unconfirmed = []
 
     def flush(self, timeout: float) -> None:
         """Wait until each sent entry has a receipt or has failed. Raise `RequestTimedOut`, but not the failures, which
@@ -287,7 +286,7 @@ class PulsarProducer:
             if send in self._unconfirmed:
                 self._unconfirmed.remove(send)
             self._state.notify_all()
-        self._budget.give_back(send.size)
+        self._budget.give_back([send])
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
         """Add sends to the unconfirmed ones, sorted by first sending: losses may be reported in another order."""
@@ -296,6 +295,7 @@ class PulsarProducer:
             for send in self._unconfirmed:
                 self._pending.pop(send.sequence_id, None)
             self._state.notify_all()
+            self._budget.give_back(self._unconfirmed)
 
     # ------------------------------------------------------------------------------------------ callbacks
 
@@ -304,7 +304,7 @@ class PulsarProducer:
             send = self._pending.pop(fields["sequence_id"], None)
             self._state.notify_all()
         if send is not None:
-            self._budget.give_back(send.size)
+            self._budget.give_back([send])
             stored = message_id(fields["message_id"]) if "message_id" in fields else MessageId(-1, -1)
             receipt = Receipt(send.sequence_id, stored)
             send.resolve(PerhapsDropped() if receipt.duplicate and send.refused else receipt)
@@ -325,8 +325,8 @@ class PulsarProducer:
             # The topic moves, or its store fails for a moment: the caller resends this and later entries in order.
             self.on_lost(error)
             return
+        self._budget.give_back(named)
         for send in named:
-            self._budget.give_back(send.size)
             send.resolve(error)
 
     def on_lost(self, reason: PulsarError) -> None:
