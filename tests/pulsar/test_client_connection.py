@@ -347,6 +347,21 @@ def test_a_coordinator_that_does_not_answer_is_looked_for_again(broker, client):
         assert client.transactions.begin(1000, 5, 0) == wire.TxnId(0, 7)
 
 
+def test_a_coordinator_that_is_absent_stops_no_connection_to_the_others(broker, client):
+    """Their transactions would not time out (hazard H53)."""
+
+    def connect_to(peer: Peer, fields: dict[str, Any]) -> None:
+        if fields["tc_id"] != 0:
+            peer.answer(fields, "tc_client_connect_response")
+
+    broker.handlers.update(partition_metadata=partitions, tc_client_connect_request=connect_to)
+    with pytest.raises(wire.RequestTimedOut):
+        client.transactions.connect(1)
+    assert {frame.fields["tc_id"] for frame in broker.wait_for("tc_client_connect_request", 3)} == {0, 1, 2}
+    broker.handlers["tc_client_connect_request"] = replies("tc_client_connect_response")
+    assert client.transactions.connect(SOON) == 3
+
+
 SAID = [
     command("message", consumer_id=1, message_id={"ledger_id": 1, "entry_id": 2}, ack_set=[1]),
     command("send_error", producer_id=1, sequence_id=2, error=3, message="m"),
