@@ -524,6 +524,15 @@ def test_an_owner_whose_lost_connection_a_broker_still_counts_as_open_is_not_fen
     assert modes == [3, 1, 1, 3] and len(stored) == 2
 
 
+def test_a_record_that_its_thread_notes_behind_newer_ones_fences_nobody() -> None:
+    """Between the two records the connection was lost, and with it the record of sequence id 1."""
+    fence = Fence(cluster_with(), "id", "opening")
+    for entry, sequence_id in (5, 0), (6, 2), (5, 0), (7, 3):
+        fence._stored(wire.Receipt(sequence_id, wire.MessageId(1, entry)))
+    with pytest.raises(errors.Fenced):
+        fence._stored(wire.Receipt(4, wire.MessageId(1, 9)))  # somebody else has written entry 8
+
+
 def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:
     client = SimpleNamespace(create_producer=lambda *_, **__: SimpleNamespace(send=raising(KeyboardInterrupt)))
     receipts = PendingReceipts()
