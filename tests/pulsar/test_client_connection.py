@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
@@ -664,6 +664,23 @@ def test_an_interrupt_behind_any_call_of_a_resending_drops_no_send(broker, clien
         assert producer.unconfirmed == sends, f"sends are missing after an interrupt at {where}"
         number += 1
     assert number > 20
+
+
+def test_a_loss_that_is_told_late_is_no_result_of_sending_again(broker, producer):
+    def send_again() -> None:
+        producer.reopen(SOON)
+        producer.resend(SOON)
+
+    with ThreadPoolExecutor(1) as others:
+        sent_again = lambda _: wait([others.submit(send_again)], 0.5)  # noqa: E731
+        sends = [producer.send(wire.Single(b"0"), timeout=SOON, when_done=sent_again)]
+        sends.append(producer.send(wire.Single(b"1"), timeout=SOON))
+        broker.wait_for("send", 2)
+        broker.peers[0].hang_up()
+        broker.wait_for("send", 4)
+    for number in range(2):
+        broker.peers[1].say("send_receipt", producer_id=producer.id, sequence_id=number)
+    assert [send.result(SOON).sequence_id for send in sends] == [0, 1]
 
 
 def test_sequence_ids_of_forgotten_sends_are_not_used_again(broker, client, producer):

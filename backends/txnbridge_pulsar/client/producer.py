@@ -336,10 +336,10 @@ class PulsarProducer:
             self._lost = reason
             lost = list(self._pending.values())
             self._keep_unconfirmed(lost)
-        for send in lost:
-            error = BrokerConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
-            error.__cause__ = reason
-            send.resolve(error)
+            for send in lost:  # under the lock: else this could be taken for the result of sending again
+                error = BrokerConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
+                error.__cause__ = reason
+                send.resolve(error)
 
     # ------------------------------------------------------------------------------------------ ending
 
