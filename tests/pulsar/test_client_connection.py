@@ -743,6 +743,15 @@ def test_a_send_that_a_broker_will_never_store_fails_alone(broker, producer):
     assert producer.lost is None
 
 
+def test_a_refused_send_is_found_without_a_look_at_each_other_one(producer):
+    """A broker may refuse each of very many, and no other answer on the connection is heard meanwhile."""
+    producer._pending[7] = None  # has no sequence ids to look at
+    send = producer.send(wire.Single(b"x"), timeout=SOON)
+    producer.on_send_error({"sequence_id": 0, "error": 15, "message": "terminated"})
+    del producer._pending[7]
+    assert send.done
+
+
 def test_a_message_that_is_larger_than_the_broker_takes_is_not_sent(producer):
     with pytest.raises(Exception, match="1000"):
         producer.send(wire.Single(bytes(1000)), timeout=SOON)

@@ -313,20 +313,22 @@ class PulsarProducer:
         id = fields["sequence_id"]
         error = server_error(fields["error"], fields["message"])
         with self._state:
-            # For a batch the broker names the highest sequence id.
-            named = [send for send in self._pending.values() if id in (send.sequence_id, send.highest_sequence_id)]
-            for send in named:
-                if error.retriable:
-                    send.refused = True
-                else:
-                    del self._pending[send.sequence_id]
+            # For a batch the broker names the highest sequence id. It may refuse each of very many entries, in order.
+            send = self._pending.get(id) or next(
+                (each for each in self._pending.values() if each.highest_sequence_id == id), None
+            )
+            if send is None:
+                return
+            if error.retriable:
+                send.refused = True
+            else:
+                del self._pending[send.sequence_id]
             self._state.notify_all()
-        if named and error.retriable:
+        if error.retriable:
             # The topic moves, or its store fails for a moment: the caller resends this and later entries in order.
             self.on_lost(error)
-            return
-        self._budget.give_back(named)
-        for send in named:
+        else:
+            self._budget.give_back([send])
             send.resolve(error)
 
     def on_lost(self, reason: PulsarError) -> None:
