@@ -20,8 +20,9 @@ from txnbridge_pulsar.client.connecting.transport import Transport
 from txnbridge_pulsar.client.deadline import ClientDeadline, backoff_pauses
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
+from txnbridge_pulsar.client.pending_sends import Budget
 
-from tests.failing import fail_call, raising
+from tests.failing import fail_call, note_calls, raising
 from tests.in_time import wait_until, within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
@@ -745,10 +746,9 @@ def test_a_send_that_a_broker_will_never_store_fails_alone(broker, producer):
 
 def test_a_refused_send_is_found_without_a_look_at_each_other_one(producer):
     """A broker may refuse each of very many, and no other answer on the connection is heard meanwhile."""
-    producer._pending[7] = None  # has no sequence ids to look at
-    send = producer.send(wire.Single(b"x"), timeout=SOON)
-    producer.on_send_error({"sequence_id": 0, "error": 15, "message": "terminated"})
-    del producer._pending[7]
+    other, send = (producer.send(wire.Single(b"x"), timeout=SOON) for _ in range(2))
+    del other.highest_sequence_id  # so that a look at it fails
+    producer.on_send_error({"sequence_id": 1, "error": 15, "message": "terminated"})
     assert send.done
 
 
@@ -773,24 +773,25 @@ def test_no_more_bytes_are_on_their_way_than_allowed():
         client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
 
 
-def test_who_waits_for_room_goes_on_when_the_connection_is_lost_whose_entries_have_taken_it():
+def test_a_lost_connection_makes_room_for_those_that_wait_for_it(monkeypatch):
     with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
         owns_everything(broker)
         lost, other = (client.create_producer("t", timeout=SOON, connection_key=key) for key in "ab")
+        entry = wire.Single(bytes(900))
+        first = lost.send(entry, timeout=SOON)
+        asked = note_calls(monkeypatch, Budget, "take")
         with ThreadPoolExecutor(2) as threads:
-            first = lost.send(wire.Single(bytes(900)), timeout=SOON)
-            waiting = [threads.submit(each.send, wire.Single(bytes(900)), timeout=SOON) for each in (lost, other)]
-            wait_until(lambda: len(client._budget._changed._waiters) == 2)  # type: ignore[attr-defined]
+            waiting = [threads.submit(each.send, entry, timeout=SOON) for each in (lost, other)]
+            wait_until(lambda: len(asked) == 2)
             client.hang_up("a")
             with pytest.raises(wire.BrokerConnectionLost, match="reopened"):
                 waiting[0].result()
             assert waiting[1].result().sequence_id == 0
-        assert lost.unconfirmed == [first]
         lost.reopen(SOON)
         assert lost.resend(SOON) == [first]  # whose room is needed anyhow
         for each in lost, other:
             each.close(SOON)
-        assert client._budget._used == 0
+        client.create_producer("u", timeout=SOON).send(entry, timeout=1)
 
 
 def test_the_entries_of_a_broker_that_hangs_stop_no_small_ones_of_others():

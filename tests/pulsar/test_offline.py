@@ -524,13 +524,21 @@ def test_an_owner_whose_lost_connection_a_broker_still_counts_as_open_is_not_fen
     assert modes == [3, 1, 1, 3] and len(stored) == 2
 
 
-def test_a_record_that_its_thread_notes_behind_newer_ones_fences_nobody() -> None:
+def test_a_record_that_its_thread_notes_behind_a_newer_one_fences_nobody(monkeypatch) -> None:
     """Between the two records the connection was lost, and with it the record of sequence id 1."""
-    fence = Fence(cluster_with(), "id", "opening")
-    for entry, sequence_id in (5, 0), (6, 2), (5, 0), (7, 3):
-        fence._stored(wire.Receipt(sequence_id, wire.MessageId(1, entry)))
-    with pytest.raises(errors.Fenced):
-        fence._stored(wire.Receipt(4, wire.MessageId(1, 9)))  # somebody else has written entry 8
+
+    def newer_one_first(_: float) -> wire.Receipt:
+        fence.write(lambda: record, Deadline(SOON))
+        return wire.Receipt(0, wire.MessageId(1, 5))
+
+    results = iter([newer_one_first, lambda _: wire.Receipt(2, wire.MessageId(1, 6))])
+    send = lambda *_, **__: SimpleNamespace(result=next(results))  # noqa: E731
+    client = SimpleNamespace(create_producer=lambda *_, **__: SimpleNamespace(send=send, close=lambda _: None))
+    fence = Fence(cluster_with(topics=Mock(), client=client), "id", "opening")
+    record = FenceRecord("opening", "host", 1)
+    answer_calls(monkeypatch, fence_module, "last_fence_record", (wire.MessageId(1, 4), record))
+    fence.take(Deadline(SOON))
+    fence.write(lambda: record, Deadline(SOON))
 
 
 def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:
@@ -762,7 +770,10 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
         else:
             peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
 
-    with fake_broker(connect=partial(connected, largest=1 << 24), send=take) as broker, wire.PulsarClient(broker.url) as client:
+    with (
+        fake_broker(connect=partial(connected, largest=1 << 24), send=take) as broker,
+        wire.PulsarClient(broker.url) as client,
+    ):
         owns_everything(broker)
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)

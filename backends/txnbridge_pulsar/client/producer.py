@@ -80,7 +80,7 @@ class PulsarProducer:
         self._sending = threading.Lock()
         self._state = threading.Condition()
         self._pending: dict[int, Send] = {}
-        self._unconfirmed: list[Send] = []
+        self._unconfirmed: dict[int, Send] = {}  # by number, in order
         self._lost: PulsarError | None = Closed("the producer was never opened")
 
     # ------------------------------------------------------------------------------------------ opening
@@ -99,7 +99,7 @@ class PulsarProducer:
     def unconfirmed(self) -> list[Send]:
         """Return the sends that had no receipt when the connection was lost, in order: each may be stored or not."""
         with self._state:
-            return list(self._unconfirmed)
+            return list(self._unconfirmed.values())
 
     def reopen(self, timeout: float) -> None:
         """Open the producer again with the same name. If the producer holds the topic exclusively, it keeps its epoch.
@@ -237,7 +237,7 @@ class PulsarProducer:
     def forget(self) -> None:
         """Drop the list of unconfirmed sends. Their entries may still be stored."""
         with self._state:
-            self._unconfirmed = []
+            self._unconfirmed = {}
 
     def flush(self, timeout: float) -> None:
         """Wait until each sent entry has a receipt or has failed. Raise `RequestTimedOut`, but not the failures, which
@@ -276,26 +276,25 @@ class PulsarProducer:
             if self._lost is not None:
                 raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
             self._pending[send.sequence_id] = send
-            if send in self._unconfirmed:
-                self._unconfirmed.remove(send)
+            self._unconfirmed.pop(send.number, None)
         connection.write(send.frame, deadline)
 
     def _cancel_send(self, send: Send) -> None:
         with self._state:
             self._pending.pop(send.sequence_id, None)
-            if send in self._unconfirmed:
-                self._unconfirmed.remove(send)
+            self._unconfirmed.pop(send.number, None)
             self._state.notify_all()
         self._budget.give_back([send])
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
         """Add sends to the unconfirmed ones, sorted by first sending: losses may be reported in another order."""
         with self._state:
-            self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
-            for send in self._unconfirmed:
+            kept = sorted({*self._unconfirmed.values(), *sends}, key=lambda send: send.number)
+            self._unconfirmed = {send.number: send for send in kept}
+            for send in kept:
                 self._pending.pop(send.sequence_id, None)
             self._state.notify_all()
-            self._budget.give_back(self._unconfirmed)
+            self._budget.give_back(kept)
 
     # ------------------------------------------------------------------------------------------ callbacks
 

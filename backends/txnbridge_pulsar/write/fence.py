@@ -155,8 +155,8 @@ class Fence:
         Threads may note their records in another order than that of the topic. So an older record than the newest one
         says nothing about other producers, and the trim leaves the newest record that is known to be stored.
         """
-        self._written += 1
         with self._noting:
+            self._written += 1
             before, id = self._last, receipt.message_id
             if before is not None and id < before:
                 return
