@@ -38,10 +38,6 @@ from .errors import (
 from .pending_sends import Budget, Receipt, Send
 
 
-def ignore_result(send: Send) -> None:
-    """Do nothing with the result of a send: the default of `when_done`."""
-
-
 class AccessMode(IntEnum):
     """A producer's access to its topic: shared with other producers, or exclusive."""
 
@@ -178,7 +174,7 @@ class PulsarProducer:
         *,
         sequence_id: int | None = None,
         timeout: float,
-        when_done: Callable[[Send], None] = ignore_result,
+        when_done: Callable[[Send], None] = lambda _: None,
     ) -> Send:
         """Send an entry. `sequence_id` is that of its first message; by default the next free one. `when_done` is
         called as in `Send.when_done`, even if this call raises after the entry was sent.
@@ -200,7 +196,11 @@ class PulsarProducer:
                 self._write(connection, send, deadline)
             except BrokerConnectionLost as error:
                 if not error.may_have_had_effect:
-                    self._cancel_send(send)
+                    with self._state:
+                        self._pending.pop(send.sequence_id, None)
+                        self._unconfirmed.pop(send.number, None)
+                        self._state.notify_all()
+                    self._budget.give_back([send])
                 raise
             return send
 
@@ -213,7 +213,7 @@ class PulsarProducer:
                 raise RequestTimedOut(why, may_have_had_effect=False)
             yield
 
-    def resend(self, timeout: float, when_done: Callable[[Send], None] = ignore_result) -> list[Send]:
+    def resend(self, timeout: float, when_done: Callable[[Send], None] = lambda _: None) -> list[Send]:
         """Send the unconfirmed entries again, with the same bytes in the same order. Return their sends; `when_done` is
         called for each.
 
@@ -278,13 +278,6 @@ class PulsarProducer:
             self._pending[send.sequence_id] = send
             self._unconfirmed.pop(send.number, None)
         connection.write(send.frame, deadline)
-
-    def _cancel_send(self, send: Send) -> None:
-        with self._state:
-            self._pending.pop(send.sequence_id, None)
-            self._unconfirmed.pop(send.number, None)
-            self._state.notify_all()
-        self._budget.give_back([send])
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
         """Add sends to the unconfirmed ones, sorted by first sending: losses may be reported in another order."""
