@@ -37,14 +37,14 @@ class Budget:
         self._used = 0
         self._changed = threading.Condition()
 
-    def take(self, send: Send, deadline: ClientDeadline, alone: bool) -> None:
-        """Wait until an entry fits under the limit, then count it. An entry larger than the limit waits until no other
-        one is unconfirmed. A small one that is `alone`, the only one of its producer, does not wait for others, whose
-        broker may hang. Raise `RequestTimedOut`.
+    def take(self, send: Send, deadline: ClientDeadline, alone: bool, is_lost: Callable[[], bool]) -> None:
+        """Wait until an entry fits under the limit, or its producer `is_lost`; then count it. An entry above the limit
+        waits until no other one is unconfirmed. A small one that is `alone`, the only one of its producer, waits for no
+        others, whose broker may hang. Raise `RequestTimedOut`.
         """
         alone = alone and send.size <= self._limit // 1024
         with self._changed:
-            fits = lambda: alone or not self._used or self._used + send.size <= self._limit  # noqa: E731
+            fits = lambda: alone or is_lost() or not self._used or self._used + send.size <= self._limit  # noqa: E731
             if not self._changed.wait_for(fits, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
                 raise RequestTimedOut(text, may_have_had_effect=False)

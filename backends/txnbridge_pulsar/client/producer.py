@@ -189,7 +189,7 @@ class PulsarProducer:
             first = self._next if sequence_id is None else sequence_id
             frame = self._frame(content, txn, first, connection.max_message_size)
             send = Send(next(self._numbers), first, content.count, txn, frame)
-            self._budget.take(send, deadline, alone=not self._pending)
+            self._budget.take(send, deadline, not self._pending, lambda: self._lost is not None)
             self._next = max(self._next, send.highest_sequence_id + 1)
             send.when_done(when_done)
             try:
