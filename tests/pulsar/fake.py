@@ -38,8 +38,8 @@ def replies(name: str, **given: Any) -> Handler:
     return lambda peer, fields: peer.answer(fields, name, **given)
 
 
-def connected(peer: Peer, fields: dict[str, Any]) -> None:
-    peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1000)
+def connected(peer: Peer, fields: dict[str, Any], largest: int = 1000) -> None:
+    peer.say("connected", server_version="fake", protocol_version=21, max_message_size=largest)
 
 
 class FakeBroker:

@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ from txnbridge_pulsar.client.connecting.transport import Transport
 from txnbridge_pulsar.client.deadline import ClientDeadline, backoff_pauses
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
+from txnbridge_pulsar.client.pending_sends import Budget
 
-from tests.failing import fail_call, raising
-from tests.in_time import within
+from tests.failing import fail_call, note_calls, raising
+from tests.in_time import wait_until, within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import acknowledge, connection_of, cut
@@ -347,6 +348,21 @@ def test_a_coordinator_that_does_not_answer_is_looked_for_again(broker, client):
         assert client.transactions.begin(1000, 5, 0) == wire.TxnId(0, 7)
 
 
+def test_a_coordinator_that_is_absent_stops_no_connection_to_the_others(broker, client):
+    """Their transactions would not time out (hazard H53)."""
+
+    def connect_to(peer: Peer, fields: dict[str, Any]) -> None:
+        if fields["tc_id"] != 0:
+            peer.answer(fields, "tc_client_connect_response")
+
+    broker.handlers.update(partition_metadata=partitions, tc_client_connect_request=connect_to)
+    with pytest.raises(wire.RequestTimedOut):
+        client.transactions.connect(1)
+    assert {frame.fields["tc_id"] for frame in broker.wait_for("tc_client_connect_request", 3)} == {0, 1, 2}
+    broker.handlers["tc_client_connect_request"] = replies("tc_client_connect_response")
+    assert client.transactions.connect(SOON) == 3
+
+
 SAID = [
     command("message", consumer_id=1, message_id={"ledger_id": 1, "entry_id": 2}, ack_set=[1]),
     command("send_error", producer_id=1, sequence_id=2, error=3, message="m"),
@@ -651,6 +667,23 @@ def test_an_interrupt_behind_any_call_of_a_resending_drops_no_send(broker, clien
     assert number > 20
 
 
+def test_a_loss_that_is_told_late_is_no_result_of_sending_again(broker, producer):
+    def send_again() -> None:
+        producer.reopen(SOON)
+        producer.resend(SOON)
+
+    with ThreadPoolExecutor(1) as others:
+        sent_again = lambda _: wait([others.submit(send_again)], 0.5)  # noqa: E731
+        sends = [producer.send(wire.Single(b"0"), timeout=SOON, when_done=sent_again)]
+        sends.append(producer.send(wire.Single(b"1"), timeout=SOON))
+        broker.wait_for("send", 2)
+        broker.peers[0].hang_up()
+        broker.wait_for("send", 4)
+    for number in range(2):
+        broker.peers[1].say("send_receipt", producer_id=producer.id, sequence_id=number)
+    assert [send.result(SOON).sequence_id for send in sends] == [0, 1]
+
+
 def test_sequence_ids_of_forgotten_sends_are_not_used_again(broker, client, producer):
     producer.send(wire.Single(b"0"), timeout=SOON)
     broker.wait_for("send")
@@ -711,6 +744,14 @@ def test_a_send_that_a_broker_will_never_store_fails_alone(broker, producer):
     assert producer.lost is None
 
 
+def test_a_refused_send_is_found_without_a_look_at_each_other_one(producer):
+    """A broker may refuse each of very many, and no other answer on the connection is heard meanwhile."""
+    other, send = (producer.send(wire.Single(b"x"), timeout=SOON) for _ in range(2))
+    del other.highest_sequence_id  # so that a look at it fails
+    producer.on_send_error({"sequence_id": 1, "error": 15, "message": "terminated"})
+    assert send.done
+
+
 def test_a_message_that_is_larger_than_the_broker_takes_is_not_sent(producer):
     with pytest.raises(Exception, match="1000"):
         producer.send(wire.Single(bytes(1000)), timeout=SOON)
@@ -730,6 +771,39 @@ def test_no_more_bytes_are_on_their_way_than_allowed():
         assert producer.send(wire.Single(bytes(900)), timeout=SOON).sequence_id == 1
         producer.close(SOON)
         client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
+
+
+def test_a_lost_connection_makes_room_for_those_that_wait_for_it(monkeypatch):
+    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
+        owns_everything(broker)
+        lost, other = (client.create_producer("t", timeout=SOON, connection_key=key) for key in "ab")
+        entry = wire.Single(bytes(900))
+        first = lost.send(entry, timeout=SOON)
+        asked = note_calls(monkeypatch, Budget, "take")
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(each.send, entry, timeout=SOON) for each in (lost, other)]
+            wait_until(lambda: len(asked) == 2)
+            client.hang_up("a")
+            with pytest.raises(wire.BrokerConnectionLost, match="reopened"):
+                waiting[0].result()
+            assert waiting[1].result().sequence_id == 0
+        lost.reopen(SOON)
+        assert lost.resend(SOON) == [first]  # whose room is needed anyhow
+        for each in lost, other:
+            each.close(SOON)
+        client.create_producer("u", timeout=SOON).send(entry, timeout=1)
+
+
+def test_the_entries_of_a_broker_that_hangs_stop_no_small_ones_of_others():
+    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=500 << 10) as client:
+        owns_everything(broker)
+        broker.handlers["connect"] = partial(connected, largest=1 << 20)
+        hanging, other = (client.create_producer(topic, timeout=SOON) for topic in "tu")
+        hanging.send(wire.Single(bytes(600 << 10)), timeout=SOON)
+        assert other.send(wire.Single(bytes(300)), timeout=SOON).sequence_id == 0
+        for producer, size in (other, 300), (client.create_producer("v", timeout=SOON), 600):
+            with pytest.raises(wire.RequestTimedOut):
+                producer.send(wire.Single(bytes(size)), timeout=0.1)
 
 
 def test_an_opening_that_is_not_answered_in_time_is_taken_back(broker, client):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from threading import get_ident
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_at, interrupted_everywhere
 from tests.pulsar import reading_kit
-from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
+from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
 from txnbridge import Outcome, Token, errors
@@ -535,6 +536,23 @@ def test_an_owner_whose_lost_connection_a_broker_still_counts_as_open_is_not_fen
     assert modes == [3, 1, 1, 3] and len(stored) == 2
 
 
+def test_a_record_that_its_thread_notes_behind_a_newer_one_fences_nobody(monkeypatch) -> None:
+    """Between the two records the connection was lost, and with it the record of sequence id 1."""
+
+    def newer_one_first(_: float) -> wire.Receipt:
+        fence.write(lambda: record, Deadline(SOON))
+        return wire.Receipt(0, wire.MessageId(1, 5))
+
+    results = iter([newer_one_first, lambda _: wire.Receipt(2, wire.MessageId(1, 6))])
+    send = lambda *_, **__: SimpleNamespace(result=next(results))  # noqa: E731
+    client = SimpleNamespace(create_producer=lambda *_, **__: SimpleNamespace(send=send, close=lambda _: None))
+    fence = Fence(cluster_with(topics=Mock(), client=client), "id", "opening")
+    record = FenceRecord("opening", "host", 1)
+    answer_calls(monkeypatch, fence_module, "last_fence_record", (wire.MessageId(1, 4), record))
+    fence.take(Deadline(SOON))
+    fence.write(lambda: record, Deadline(SOON))
+
+
 def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:
     client = SimpleNamespace(create_producer=lambda *_, **__: SimpleNamespace(send=raising(KeyboardInterrupt)))
     receipts = PendingReceipts()
@@ -756,9 +774,6 @@ def test_messages_on_their_way_are_sent_again_also_after_a_call_that_failed_mean
 def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> None:
     read_on = threading.Event()
 
-    def hello(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1 << 24)
-
     def take(peer: Peer, fields: dict[str, Any]) -> None:
         read_on.wait(SOON)  # it reads nothing meanwhile
         if fields["sequence_id"] == 0:
@@ -767,7 +782,10 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
         else:
             peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
 
-    with fake_broker(connect=hello, send=take) as broker, wire.PulsarClient(broker.url) as client:
+    with (
+        fake_broker(connect=partial(connected, largest=1 << 24), send=take) as broker,
+        wire.PulsarClient(broker.url) as client,
+    ):
         owns_everything(broker)
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)

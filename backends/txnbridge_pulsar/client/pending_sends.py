@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple
@@ -26,26 +26,42 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """Limits the bytes that all producers of a client together have sent without a receipt yet."""
+    """Limits the bytes that all producers of a client together have sent without a receipt yet.
+
+    Entries of a lost connection do not count until they are sent again: only their producer could make room for others.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._counted: set[Send] = set()
         self._used = 0
         self._changed = threading.Condition()
 
-    def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Wait until `size` bytes fit under the limit, then count them. An entry larger than the limit waits until no
-        other one is unconfirmed. Raise `RequestTimedOut`.
+    def take(self, send: Send, deadline: ClientDeadline, alone: bool, is_lost: Callable[[], bool]) -> None:
+        """Wait until an entry fits under the limit, or its producer `is_lost`; then count it. An entry above the limit
+        waits until no other one is unconfirmed. A small one that is `alone`, the only one of its producer, waits for no
+        others, whose broker may hang. Raise `RequestTimedOut`.
         """
+        alone = alone and send.size <= self._limit // 1024
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
+            fits = lambda: alone or is_lost() or not self._used or self._used + send.size <= self._limit  # noqa: E731
+            if not self._changed.wait_for(fits, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
                 raise RequestTimedOut(text, may_have_had_effect=False)
-            self._used += size
+            self.count(send)
 
-    def give_back(self, size: int) -> None:
+    def count(self, send: Send) -> None:
+        """Count an entry, without waiting until it fits under the limit."""
         with self._changed:
-            self._used -= size
+            self._counted.add(send)
+            self._used += send.size
+
+    def give_back(self, sends: Iterable[Send]) -> None:
+        """Count these entries no longer. Some of them may not be counted."""
+        with self._changed:
+            counted = self._counted.intersection(sends)
+            self._counted -= counted
+            self._used -= sum(send.size for send in counted)
             self._changed.notify_all()
 
 

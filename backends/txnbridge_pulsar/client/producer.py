@@ -38,10 +38,6 @@ from .errors import (
 from .pending_sends import Budget, Receipt, Send
 
 
-def ignore_result(send: Send) -> None:
-    """Do nothing with the result of a send: the default of `when_done`."""
-
-
 class AccessMode(IntEnum):
     """A producer's access to its topic: shared with other producers, or exclusive."""
 
@@ -80,7 +76,7 @@ class PulsarProducer:
         self._sending = threading.Lock()
         self._state = threading.Condition()
         self._pending: dict[int, Send] = {}
-        self._unconfirmed: list[Send] = []
+        self._unconfirmed: dict[int, Send] = {}  # by number, in order
         self._lost: PulsarError | None = Closed("the producer was never opened")
 
     # ------------------------------------------------------------------------------------------ opening
@@ -99,7 +95,7 @@ class PulsarProducer:
     def unconfirmed(self) -> list[Send]:
         """Return the sends that had no receipt when the connection was lost, in order: each may be stored or not."""
         with self._state:
-            return list(self._unconfirmed)
+            return list(self._unconfirmed.values())
 
     def reopen(self, timeout: float) -> None:
         """Open the producer again with the same name. If the producer holds the topic exclusively, it keeps its epoch.
@@ -178,7 +174,7 @@ class PulsarProducer:
         *,
         sequence_id: int | None = None,
         timeout: float,
-        when_done: Callable[[Send], None] = ignore_result,
+        when_done: Callable[[Send], None] = lambda _: None,
     ) -> Send:
         """Send an entry. `sequence_id` is that of its first message; by default the next free one. `when_done` is
         called as in `Send.when_done`, even if this call raises after the entry was sent.
@@ -193,14 +189,18 @@ class PulsarProducer:
             first = self._next if sequence_id is None else sequence_id
             frame = self._frame(content, txn, first, connection.max_message_size)
             send = Send(next(self._numbers), first, content.count, txn, frame)
-            self._budget.take(send.size, deadline)
+            self._budget.take(send, deadline, not self._pending, lambda: self._lost is not None)
             self._next = max(self._next, send.highest_sequence_id + 1)
             send.when_done(when_done)
             try:
                 self._write(connection, send, deadline)
             except BrokerConnectionLost as error:
                 if not error.may_have_had_effect:
-                    self._cancel_send(send)
+                    with self._state:
+                        self._pending.pop(send.sequence_id, None)
+                        self._unconfirmed.pop(send.number, None)
+                        self._state.notify_all()
+                    self._budget.give_back([send])
                 raise
             return send
 
@@ -213,7 +213,7 @@ class PulsarProducer:
                 raise RequestTimedOut(why, may_have_had_effect=False)
             yield
 
-    def resend(self, timeout: float, when_done: Callable[[Send], None] = ignore_result) -> list[Send]:
+    def resend(self, timeout: float, when_done: Callable[[Send], None] = lambda _: None) -> list[Send]:
         """Send the unconfirmed entries again, with the same bytes in the same order. Return their sends; `when_done` is
         called for each.
 
@@ -227,6 +227,7 @@ class PulsarProducer:
                 send.begin_again()
                 send.when_done(when_done)
                 try:
+                    self._budget.count(send)
                     self._write(connection, send, deadline)
                 except BaseException:  # also an interrupt, after which the entry may be under way or not
                     self._keep_unconfirmed([send])
@@ -236,9 +237,7 @@ class PulsarProducer:
     def forget(self) -> None:
         """Drop the list of unconfirmed sends. Their entries may still be stored."""
         with self._state:
-            forgotten, self._unconfirmed = self._unconfirmed, []
-        for send in forgotten:
-            self._budget.give_back(send.size)
+            self._unconfirmed = {}
 
     def flush(self, timeout: float) -> None:
         """Wait until each sent entry has a receipt or has failed. Raise `RequestTimedOut`, but not the failures, which
@@ -277,25 +276,18 @@ class PulsarProducer:
             if self._lost is not None:
                 raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
             self._pending[send.sequence_id] = send
-            if send in self._unconfirmed:
-                self._unconfirmed.remove(send)
+            self._unconfirmed.pop(send.number, None)
         connection.write(send.frame, deadline)
-
-    def _cancel_send(self, send: Send) -> None:
-        with self._state:
-            self._pending.pop(send.sequence_id, None)
-            if send in self._unconfirmed:
-                self._unconfirmed.remove(send)
-            self._state.notify_all()
-        self._budget.give_back(send.size)
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
         """Add sends to the unconfirmed ones, sorted by first sending: losses may be reported in another order."""
         with self._state:
-            self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
-            for send in self._unconfirmed:
+            kept = sorted({*self._unconfirmed.values(), *sends}, key=lambda send: send.number)
+            self._unconfirmed = {send.number: send for send in kept}
+            for send in kept:
                 self._pending.pop(send.sequence_id, None)
             self._state.notify_all()
+            self._budget.give_back(kept)
 
     # ------------------------------------------------------------------------------------------ callbacks
 
@@ -304,7 +296,7 @@ class PulsarProducer:
             send = self._pending.pop(fields["sequence_id"], None)
             self._state.notify_all()
         if send is not None:
-            self._budget.give_back(send.size)
+            self._budget.give_back([send])
             stored = message_id(fields["message_id"]) if "message_id" in fields else MessageId(-1, -1)
             receipt = Receipt(send.sequence_id, stored)
             send.resolve(PerhapsDropped() if receipt.duplicate and send.refused else receipt)
@@ -313,20 +305,22 @@ class PulsarProducer:
         id = fields["sequence_id"]
         error = server_error(fields["error"], fields["message"])
         with self._state:
-            # For a batch the broker names the highest sequence id.
-            named = [send for send in self._pending.values() if id in (send.sequence_id, send.highest_sequence_id)]
-            for send in named:
-                if error.retriable:
-                    send.refused = True
-                else:
-                    del self._pending[send.sequence_id]
+            # For a batch the broker names the highest sequence id. It may refuse each of very many entries, in order.
+            send = self._pending.get(id) or next(
+                (each for each in self._pending.values() if each.highest_sequence_id == id), None
+            )
+            if send is None:
+                return
+            if error.retriable:
+                send.refused = True
+            else:
+                del self._pending[send.sequence_id]
             self._state.notify_all()
-        if named and error.retriable:
+        if error.retriable:
             # The topic moves, or its store fails for a moment: the caller resends this and later entries in order.
             self.on_lost(error)
-            return
-        for send in named:
-            self._budget.give_back(send.size)
+        else:
+            self._budget.give_back([send])
             send.resolve(error)
 
     def on_lost(self, reason: PulsarError) -> None:
@@ -336,10 +330,10 @@ class PulsarProducer:
             self._lost = reason
             lost = list(self._pending.values())
             self._keep_unconfirmed(lost)
-        for send in lost:
-            error = BrokerConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
-            error.__cause__ = reason
-            send.resolve(error)
+            for send in lost:  # under the lock: else this could be taken for the result of sending again
+                error = BrokerConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
+                error.__cause__ = reason
+                send.resolve(error)
 
     # ------------------------------------------------------------------------------------------ ending
 

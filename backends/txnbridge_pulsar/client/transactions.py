@@ -52,13 +52,25 @@ class Transactions:
 
     def connect(self, timeout: float) -> int:
         """Connect to every coordinator, and return their number. After a restart of the brokers, transactions time out
-        only once a client has connected to their coordinator.
+        only once a client has connected to their coordinator. An absent coordinator stops no connection to the others.
         """
         deadline = ClientDeadline(timeout)
         self._count = self._count_coordinators(deadline)
-        for coordinator in range(self._count):
-            retry(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
-        return self._count
+        absent = list(range(self._count))
+
+        def attempt() -> int:
+            failed: list[PulsarError] = []
+            for coordinator in absent[:]:
+                try:
+                    self._connect(coordinator, ClientDeadline(deadline.left / len(absent)))
+                    absent.remove(coordinator)
+                except PulsarError as error:
+                    failed.append(error)
+            if failed:
+                raise min(failed, key=lambda error: error.retriable)
+            return self._count
+
+        return retry(deadline, attempt)
 
     def connect_to(self, coordinator: int, timeout: float) -> None:
         """Connect to one coordinator by one attempt, which makes a broker load the coordinator."""

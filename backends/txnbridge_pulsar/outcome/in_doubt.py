@@ -45,8 +45,6 @@ class InDoubt:
 
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
         """Return the transactions in doubt that have sent to one of these topics, or acknowledged on it."""
-        if not self.is_any:
-            return []
         wanted = set(topics)
         with self._lock:
             kept = self._transactions.values()

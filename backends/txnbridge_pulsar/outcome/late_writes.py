@@ -122,6 +122,5 @@ class LateWriteGuard:
     def close(self, deadline: Deadline) -> None:
         """Stop the background thread. The next owner finds the remaining transactions on the fence topic."""
         self._stop.set()
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(min(deadline.left(), _ATTEMPT_SECONDS))

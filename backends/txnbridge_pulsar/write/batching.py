@@ -162,11 +162,6 @@ class TransactionProducer:
         used = self._producer
         return None if used is None else Participant(self.concrete, None, used, used.generation)
 
-    def forget(self) -> None:
-        """Drop entries without a receipt, after the connection is closed. They count as under way until then."""
-        if self._producer is not None:
-            self._producer.forget()
-
     def _track(self, send: wire.Send, receipts: PendingReceipts, again: bool) -> None:
         receipts.sent(self)
         send.when_done(lambda send: receipts.done(self, self._result_of(send, again)))

@@ -71,6 +71,7 @@ class Fence:
         # Its connection is not shared: the broker closes the whole connection of a fenced producer (hazard H41).
         self._connection_key = f"fence {opening}"
         self._lock = threading.Lock()
+        self._noting = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
         self._generation = 0
         self._written = 0
@@ -151,15 +152,18 @@ class Fence:
     def _stored(self, receipt: wire.Receipt) -> None:
         """Note that a record is stored. After every `_RECORDS_PER_TRIM` records, trim the topic.
 
-        Receipts may arrive out of order, so the trim leaves the newest record that is known to be stored.
+        Threads may note their records in another order than that of the topic. So an older record than the newest one
+        says nothing about other producers, and the trim leaves the newest record that is known to be stored.
         """
-        before, id = self._last, receipt.message_id
-        self._check_sole_producer(receipt)
-        self._written += 1
-        if before is None or id > before:
+        with self._noting:
+            self._written += 1
+            before, id = self._last, receipt.message_id
+            if before is not None and id < before:
+                return
+            self._check_sole_producer(receipt)
             self._last = id
-            if before is not None and self._written % _RECORDS_PER_TRIM == 1:
-                self._trim(before)
+        if before is not None and self._written % _RECORDS_PER_TRIM == 1:
+            self._trim(before)
 
     def _check_sole_producer(self, receipt: wire.Receipt) -> None:
         """Raise `Fenced` if another producer writes to the topic, too (hazard H39).

@@ -96,7 +96,7 @@ class PulsarPublisher(Publisher):
         for producer in self._all_producers():
             self._or_fail(lambda producer=producer: producer.settle(deadline))  # type: ignore[misc]
         for sequenced in self._sequenced.values():
-            sequenced.record_first(deadline)
+            sequenced.record_stored(deadline, first=True)
 
     def _all_producers(self) -> list[_PartitionProducer]:
         return [*self._plain.values(), *(producer for each in self._sequenced.values() for producer in each.producers)]
@@ -183,15 +183,10 @@ class _SequencedTopic:
             self._is_checked = True
             self.record_stored(deadline)
 
-    def record_stored(self, deadline: Deadline) -> None:
-        """Record the highest stored sequence in the decision log."""
+    def record_stored(self, deadline: Deadline, first: bool = False) -> None:
+        """Record the highest stored sequence in the decision log; if `first`, only if the log has none yet."""
         if self._is_checked and self.last_stored is not None:
-            self._record.record_stored(self.last_stored, deadline)
-
-    def record_first(self, deadline: Deadline) -> None:
-        """Record the highest stored sequence in the decision log, if the log has no sequence of this publisher yet."""
-        if self._is_checked and self.last_stored is not None:
-            self._record.record_first(self.last_stored, deadline)
+            self._record.record_stored(self.last_stored, deadline, first)
 
     @property
     def last_stored(self) -> int | None:
@@ -379,23 +374,18 @@ class SequenceRecord:
                 " last message"
             )
 
-    def record_stored(self, stored: int, deadline: Deadline) -> None:
+    def record_stored(self, stored: int, deadline: Deadline, first: bool) -> None:
         """Record that all messages up to sequence `stored` are stored; log errors.
 
-        The next publisher with this name records its sequence as well.
+        The next publisher with this name records its own, too. If `first`, record it only if none is recorded.
         """
         deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
         try:
-            if not self._is_disabled and self._last < stored:
+            if not self._is_disabled and self._last < (0 if first else stored):
                 self._update(stored, deadline)
         except TxnBridgeError as error:
             self._is_disabled = True
             _log.debug("the last sequence of publisher %r on %s is not recorded: %s", self._name, self._topic, error)
-
-    def record_first(self, stored: int, deadline: Deadline) -> None:
-        """Record sequence `stored` if none is recorded, so that `check` notices if the broker forgets the name."""
-        if self._last < 0:
-            self.record_stored(stored, deadline)
 
     def _update(self, stored: int, deadline: Deadline) -> None:
         try:

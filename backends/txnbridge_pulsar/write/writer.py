@@ -145,9 +145,7 @@ class PulsarWriter(Writer):
             except UnicodeEncodeError:
                 raise errors.InvalidOption("a header's name must be text that can be written as UTF-8") from None
         if size > _MAX_MESSAGE_BYTES:
-            raise errors.InvalidOption(
-                f"a message of {size} bytes is larger than the limit of {_MAX_MESSAGE_BYTES} bytes"
-            )
+            raise errors.InvalidOption(f"a message of {size} bytes is above the limit of {_MAX_MESSAGE_BYTES} bytes")
         if timestamp is not None and not 0 < timestamp <= _MAX_TIMESTAMP:
             raise errors.InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
         return size
@@ -162,11 +160,8 @@ class PulsarWriter(Writer):
             if item.__class__ is bytes and len(item) <= ENTRY_BYTES:
                 batcher.take(topic, item, None)
                 self.messages += 1
-            elif item.__class__ is bytes:
-                self.send(topic, item, None, None, None, None)
             else:
-                value, key, headers = encode_item(item)
-                self.send(topic, value, key, headers, None, None)
+                self.send(topic, *encode_item(item), None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
         """Return the object that collects the transaction's messages for a topic. Raise `NotFound` if it is missing."""
@@ -406,12 +401,11 @@ class PulsarWriter(Writer):
         deadline.check("the transaction")
         try:
             self.flush(deadline)
-        except (errors.TransactionAborted, errors.Fenced):
+        except (errors.TransactionAborted, errors.Fenced, errors.UsageError) as error:
             self._abort_quietly(deadline)
+            if isinstance(error, errors.UsageError):
+                raise errors.DeliveryFailed(str(error)) from (error.__cause__ or error)
             raise
-        except errors.UsageError as error:
-            self._abort_quietly(deadline)
-            raise errors.DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
         """Abort after an error, and only log an error of the abort, so that the caller can raise the first one.
@@ -534,8 +528,6 @@ class PulsarWriter(Writer):
         """Close this writer's connections. Messages that were already sent may still arrive at brokers."""
         self._owner.end_delivery.wait_for_unload_notices()
         self._cluster.client.hang_up(self._connection_key)
-        for producer in self._producers.values():
-            producer.forget()
         self._producers.clear()
 
     def close(self) -> None:
