@@ -70,26 +70,17 @@ class PulsarProducer:
         self._budget = budget
         self._options = options
         self._connection: BrokerConnection | None = None
-        self._epoch = -1
+        self.generation = -1  # how many times the producer was reopened
         self._next = 0
         self._numbers = itertools.count()
         self._sending = threading.Lock()
         self._state = threading.Condition()
         self._pending: dict[int, Send] = {}
         self._unconfirmed: dict[int, Send] = {}  # by number, in order
-        self._lost: PulsarError | None = Closed("the producer was never opened")
+        # The error after which the producer has to be reopened; None while it is open.
+        self.lost: PulsarError | None = Closed("the producer was never opened")
 
     # ------------------------------------------------------------------------------------------ opening
-
-    @property
-    def lost(self) -> PulsarError | None:
-        """Return the error after which the producer has to be reopened; None while it is open."""
-        return self._lost
-
-    @property
-    def generation(self) -> int:
-        """Return how many times the producer was reopened."""
-        return self._epoch
 
     @property
     def unconfirmed(self) -> list[Send]:
@@ -104,11 +95,11 @@ class PulsarProducer:
         for the name, -1 for none. Raise `ProducerFenced` if another producer has taken over the topic, and the errors
         of `PulsarClient.create_producer`.
         """
-        if self._epoch >= 0 and isinstance(self._lost, Closed):
-            raise Closed(str(self._lost))
+        if self.generation >= 0 and isinstance(self.lost, Closed):
+            raise Closed(str(self.lost))
         if self._connection is not None:
             self._leave(self._connection)
-        self._epoch += 1
+        self.generation += 1
         deadline = ClientDeadline(timeout)
         retry(deadline, lambda: self._open(self._lookup.opening_attempt(deadline)))
 
@@ -117,7 +108,7 @@ class PulsarProducer:
         try:
             with self._state:
                 # From now on the connection may be lost again, even before the producer is known to be open.
-                self._connection, self._lost = None, None
+                self._connection, self.lost = None, None
             connection.add("producer", self.id, self)
             answer = self._open_on_broker(connection, deadline)
             with self._state:
@@ -128,7 +119,7 @@ class PulsarProducer:
                 self._connection = connection
         except BaseException as error:
             connection.remove("producer", self.id)
-            self._lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
+            self.lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_producer", producer_id=self.id, request_id=0))
             raise
@@ -158,7 +149,7 @@ class PulsarProducer:
             topic=self.topic,
             producer_id=self.id,
             producer_name=self.name or None,
-            epoch=self._epoch,
+            epoch=self.generation,
             user_provided_producer_name=options.name is not None,
             producer_access_mode=access,
             topic_epoch=self.topic_epoch,
@@ -189,7 +180,7 @@ class PulsarProducer:
             first = self._next if sequence_id is None else sequence_id
             frame = self._frame(content, txn, first, connection.max_message_size)
             send = Send(next(self._numbers), first, content.count, txn, frame)
-            self._budget.take(send, deadline, not self._pending, lambda: self._lost is not None)
+            self._budget.take(send, deadline, not self._pending, lambda: self.lost is not None)
             self._next = max(self._next, send.highest_sequence_id + 1)
             send.when_done(when_done)
             try:
@@ -249,10 +240,10 @@ class PulsarProducer:
 
     def _open_connection(self) -> BrokerConnection:
         connection = self._connection
-        if self._lost is not None or connection is None:
-            if isinstance(self._lost, Closed):
-                raise Closed(str(self._lost))
-            raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
+        if self.lost is not None or connection is None:
+            if isinstance(self.lost, Closed):
+                raise Closed(str(self.lost))
+            raise BrokerConnectionLost(f"the producer has to be reopened: {self.lost}", False) from self.lost
         return connection
 
     def _frame(self, content: Content, txn: TxnId | None, first: int, limit: int) -> bytes:
@@ -273,8 +264,8 @@ class PulsarProducer:
 
     def _write(self, connection: BrokerConnection, send: Send, deadline: ClientDeadline) -> None:
         with self._state:
-            if self._lost is not None:
-                raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
+            if self.lost is not None:
+                raise BrokerConnectionLost(f"the producer has to be reopened: {self.lost}", False) from self.lost
             self._pending[send.sequence_id] = send
             self._unconfirmed.pop(send.number, None)
         connection.write(send.frame, deadline)
@@ -325,9 +316,9 @@ class PulsarProducer:
 
     def on_lost(self, reason: PulsarError) -> None:
         with self._state:
-            if self._lost is not None:
+            if self.lost is not None:
                 return
-            self._lost = reason
+            self.lost = reason
             lost = list(self._pending.values())
             self._keep_unconfirmed(lost)
             for send in lost:  # under the lock: else this could be taken for the result of sending again
@@ -343,7 +334,7 @@ class PulsarProducer:
         closed = Closed("the producer is closed")
         self.on_lost(closed)
         with self._state:
-            self._lost = closed
+            self.lost = closed
         self.forget()
         if connection is not None and not connection.closed:
             with suppress(PulsarError):
