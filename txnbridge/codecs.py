@@ -98,9 +98,11 @@ class pydantic(Generic[_T]):
         self._invalid = ValidationError
         # A model may say how NaN is written.
         self._refuses_nan = "ser_json_inf_nan" not in repr(self._adapter.core_schema)
+        self._class = _class(model)
         self._fields = {**getattr(model, "model_fields", {}), **getattr(model, "__dataclass_fields__", {})}
 
     def encode(self, obj: _T, context: CodecContext) -> builtins.bytes:
+        obj = _fitting(self, obj)
         encoded: builtins.bytes = self._adapter.dump_json(obj)
         if self._refuses_nan and b"null" in encoded:
             _dumps(self._adapter.dump_python(obj, mode="json"))  # refuses NaN, for which pydantic writes null
@@ -115,7 +117,8 @@ class pydantic(Generic[_T]):
     def to_builtins(self, obj: _T) -> Any:
         import msgspec
 
-        return msgspec.to_builtins(self._adapter.dump_python(obj), builtin_types=_AVRO_VALUES)  # enums are left
+        plain = self._adapter.dump_python(_fitting(self, obj))
+        return msgspec.to_builtins(plain, builtin_types=_AVRO_VALUES)  # enums are left
 
     def from_builtins(self, data: Any) -> _T:
         return self._checked(self._adapter.validate_python, data)
@@ -142,7 +145,7 @@ class dataclass_json(Generic[_T]):
     def __init__(self, cls: type[_T]) -> None:
         import msgspec  # here, because its import takes longer than that of all of txnbridge
 
-        self._cls = cls
+        self._cls, self._class = cls, _class(cls)
         self._decoder: Any = msgspec.json.Decoder(cls)
         self._invalid = msgspec.ValidationError
         self._builtins = msgspec.to_builtins
@@ -162,7 +165,7 @@ class dataclass_json(Generic[_T]):
         return self._checked(self._decoder.decode, data)
 
     def to_builtins(self, obj: _T) -> Any:
-        return self._builtins(obj, builtin_types=_AVRO_VALUES)
+        return self._builtins(_fitting(self, obj), builtin_types=_AVRO_VALUES)
 
     def from_builtins(self, data: Any) -> _T:
         return self._checked(self._convert, data)
@@ -174,6 +177,20 @@ class dataclass_json(Generic[_T]):
             if error.__cause__ is not None:  # of the program's own check, whose text may have data of the message
                 raise
             raise TypeError(builtins.str(error)) from error  # names the field and no value
+
+
+def _class(kind: Any) -> type:
+    """Return a dataclass or model itself; for any other type `object`, of which every value is an instance."""
+    has_fields = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "model_fields"))
+    return kind if has_fields else object
+
+
+def _fitting(typed: pydantic[Any] | dataclass_json[Any], obj: Any) -> Any:
+    """Return `obj` if it is of the codec's class, else one made of it. Raise TypeError if that is impossible.
+
+    Otherwise an object of another class would be written without the fields that the codec's class does not have.
+    """
+    return obj if isinstance(obj, typed._class) else typed.from_builtins(obj)
 
 
 class confluent:

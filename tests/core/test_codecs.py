@@ -70,6 +70,7 @@ def test_a_tombstone_passes_every_codec() -> None:
         (codecs.dataclass_json(Order), Order(float("nan"))),  # type: ignore[arg-type]
         (codecs.dataclass_json(list[Order]), Order(1)),
         (codecs.pydantic(list[float]), [float("nan")]),
+        (codecs.pydantic(Measured), Order(1)),
     ],
 )
 def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: codecs.Codec, value: Any) -> None:

@@ -42,6 +42,15 @@ class Order:
     parent: Order | None = None
 
 
+@dataclasses.dataclass
+class Note:
+    text: str | None = None
+
+
+class Remark(pydantic.BaseModel):
+    text: str | None = None
+
+
 class Model(pydantic.BaseModel):
     id: int
     at: datetime
@@ -72,6 +81,14 @@ def test_dataclasses_and_models_become_avro_and_come_back(registry: SchemaRegist
     assert encoded is not None and encoded[:5] == b"\0\0\0\0\1"
     assert topic.decode(message(encoded)).value == value
     assert topic.decode(message(None)).value is None
+
+
+@pytest.mark.parametrize("kind", [Note, Remark])
+def test_an_object_of_another_class_does_not_become_a_message_without_its_fields(registry, kind):
+    topic = Topic("notes", codecs.avro(kind, registry))
+    assert topic.decode(message(topic.encode_value({"text": "n"}))).value == kind(text="n")
+    with pytest.raises(InvalidOption, match="notes"):
+        topic.encode_value(ORDER)
 
 
 def test_a_message_of_an_older_schema_is_read_and_one_that_does_not_fit_names_its_schema(registry):
