@@ -257,7 +257,7 @@ class avro(confluent, Generic[_T]):
             what = f"codecs.avro needs packages ({error}): in a clone of txnbridge, pip install -e '.[schemas]'"
             raise InvalidOption(what) from None
         client = SchemaRegistryClient.new_client({"url": registry}) if isinstance(registry, builtins.str) else registry
-        schema = _json.dumps(_avro_type(model, set())) if schema is None else schema
+        schema = _json.dumps(_avro_type(model, {})) if schema is None else schema
         typed: Any = pydantic(model) if hasattr(model, "model_fields") else dataclass_json(model)
         super().__init__(
             AvroSerializer(client, schema, lambda obj, _: typed.to_builtins(obj), dict(settings or {})),
@@ -310,8 +310,8 @@ _AVRO_TYPES: dict[Any, Any] = {
 }
 
 
-def _avro_type(hint: Any, named: set[builtins.str]) -> Any:
-    """Return the Avro schema of a type; `named` has the names of the records and enums that the schema has already."""
+def _avro_type(hint: Any, named: dict[builtins.str, Any]) -> Any:
+    """Return the Avro schema of a type; `named` has the classes that are in the schema already, by name."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _AVRO_TYPES:
         return _AVRO_TYPES[hint]
@@ -327,17 +327,15 @@ def _avro_type(hint: Any, named: set[builtins.str]) -> Any:
         dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or issubclass(hint, Enum)
     ):
         raise InvalidOption(f"codecs.avro knows no Avro type for {hint!r}: give the schema, by schema=")
-    if hint.__name__ in named:
+    if hint in named.values():
         return hint.__name__
-    named.add(hint.__name__)
+    if hint.__name__ in named:  # by that schema, this class would lose the fields that the first one does not have
+        raise InvalidOption(f"codecs.avro found two classes {hint.__name__}: rename one, or give the schema (schema=)")
+    named[hint.__name__] = hint
     if issubclass(hint, Enum):
         return {"type": "enum", "name": hint.__name__, "symbols": [each.value for each in hint]}
-    fields = []
-    for name, kind in get_type_hints(hint).items():
-        written = {"name": name, "type": _avro_type(kind, named)}
-        if isinstance(written["type"], list):
-            written["default"] = None
-        fields.append(written)
+    types = {name: _avro_type(kind, named) for name, kind in get_type_hints(hint).items()}
+    fields = [{"name": n, "type": t} | ({"default": None} if isinstance(t, list) else {}) for n, t in types.items()]
     return {"type": "record", "name": hint.__name__, "fields": fields}
 
 

@@ -120,8 +120,18 @@ def unknown_type() -> object:
     return codecs.avro(complex, "mock://x")
 
 
+def same_name() -> object:
+    other = dataclasses.make_dataclass("Item", [("name", str), ("price", float), ("floor", int)])
+    return codecs.avro(dataclasses.make_dataclass("Two", [("first", Item), ("second", other)]), "mock://x")
+
+
 @pytest.mark.parametrize(
-    ("make", "sentence"), [(codecs.confluent, "takes a serializer, a deserializer"), (unknown_type, "give the schema")]
+    ("make", "sentence"),
+    [
+        (codecs.confluent, "takes a serializer, a deserializer"),
+        (unknown_type, "give the schema"),
+        (same_name, "two classes Item"),
+    ],
 )
 def test_a_codec_that_cannot_work_is_refused(make: Callable[[], object], sentence: str):
     with pytest.raises(InvalidOption, match=sentence):
