@@ -82,7 +82,8 @@ class _Json:
         return _dumps(obj)
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> Any:
-        decoded = _json.loads(data)
+        # Of bytes, `json.loads` takes UTF-16, and halves of characters. Some programs write the mark of UTF-8 in front.
+        decoded = _json.loads(data.decode().removeprefix("\ufeff"))
         if _SUSPECT.search(data):
             self.encode(decoded, context)  # raises an error for what could not be sent on
         return decoded
