@@ -105,7 +105,7 @@ class Metrics:
     )
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._counted: dict[str, Family] = {}
         self._watched: dict[Bridge, BrokerWatch] = {}
         # Called with the name, the labels and the value of each duration, besides the histograms here.
