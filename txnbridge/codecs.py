@@ -129,12 +129,9 @@ class pydantic(Generic[_T]):
             return decode(data)
         except self._invalid as error:
             # The names of fields tell nothing of the message, as keys of its mappings and pydantic's own text would.
-            wrong = [
-                builtins.str(e["loc"][0])
-                for e in error.errors(include_url=False)
-                if e["loc"] and e["loc"][0] in self._fields
-            ]
-            raise TypeError(f"invalid: {', '.join(dict.fromkeys(wrong)) or 'the value'}") from error
+            places = dict.fromkeys(e["loc"][0] for e in error.errors(include_url=False) if e["loc"])
+            wrong = ", ".join(builtins.str(place) for place in places if place in self._fields)
+            raise TypeError(f"invalid: {wrong or 'the value'}") from error
 
 
 class dataclass_json(Generic[_T]):
