@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from txnbridge.testing import Point, _recover_and_check, _run_and_kill, crash_everywhere, listening
+from txnbridge.testing import Point, _kill_and_check, crash_everywhere, listening
 
 KillWalk = Callable[..., None]
 
@@ -54,9 +54,7 @@ def _crash_at_some(
         program(fresh())
 
     def kill_at(point: Point) -> Point | None:
-        start = fresh()
-        killed_at = _run_and_kill(program, start, str(point), timeout)
-        _recover_and_check(program, check, start, killed_at, timeout)
+        killed_at = _kill_and_check(program, check, fresh(), str(point), timeout)
         if killed_at is None and point.nth > 1:  # this time there were fewer
             return kill_at(Point(point.event, 1))
         return killed_at

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from txnbridge._base.events import Event
@@ -105,7 +106,7 @@ class Metrics:
     )
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._counted: dict[str, Family] = {}
         self._watched: dict[Bridge, BrokerWatch] = {}
         # Called with the name, the labels and the value of each duration, besides the histograms here.
@@ -194,9 +195,8 @@ def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
         yield "processor_healthy", labels, processor.healthy
     service: Any
     for service in list(bridge._connection.services):
-        label = ("service", service._name)
         if hasattr(service, "healthy"):
-            yield "service_healthy", (label,), service.healthy
+            yield "service_healthy", (("service", service._name),), service.healthy
 
 
 class BrokerWatch(Service):
@@ -302,9 +302,7 @@ class PrometheusCollector:
 
 
 def _cumulated(sample: list[float]) -> Iterator[tuple[str, float]]:
-    total = 0.0
-    for bound, count in zip(BUCKETS, sample[:-1], strict=True):
-        total += count
+    for bound, total in zip(BUCKETS, accumulate(sample[:-1]), strict=True):
         yield ("+Inf" if bound == float("inf") else str(bound)), total
 
 

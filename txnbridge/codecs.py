@@ -82,7 +82,8 @@ class _Json:
         return _dumps(obj)
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> Any:
-        decoded = _json.loads(data)
+        # Of bytes, `json.loads` takes UTF-16, and halves of characters. Some programs write the mark of UTF-8 in front.
+        decoded = _json.loads(data.decode().removeprefix("\ufeff"))
         if _SUSPECT.search(data):
             self.encode(decoded, context)  # raises an error for what could not be sent on
         return decoded
@@ -98,9 +99,11 @@ class pydantic(Generic[_T]):
         self._invalid = ValidationError
         # A model may say how NaN is written.
         self._refuses_nan = "ser_json_inf_nan" not in repr(self._adapter.core_schema)
+        self._class = _class(model)
         self._fields = {**getattr(model, "model_fields", {}), **getattr(model, "__dataclass_fields__", {})}
 
     def encode(self, obj: _T, context: CodecContext) -> builtins.bytes:
+        obj = _fitting(self, obj)
         encoded: builtins.bytes = self._adapter.dump_json(obj)
         if self._refuses_nan and b"null" in encoded:
             _dumps(self._adapter.dump_python(obj, mode="json"))  # refuses NaN, for which pydantic writes null
@@ -115,7 +118,8 @@ class pydantic(Generic[_T]):
     def to_builtins(self, obj: _T) -> Any:
         import msgspec
 
-        return msgspec.to_builtins(self._adapter.dump_python(obj), builtin_types=_AVRO_VALUES)  # enums are left
+        plain = self._adapter.dump_python(_fitting(self, obj))
+        return msgspec.to_builtins(plain, builtin_types=_AVRO_VALUES)  # enums are left
 
     def from_builtins(self, data: Any) -> _T:
         return self._checked(self._adapter.validate_python, data)
@@ -125,12 +129,9 @@ class pydantic(Generic[_T]):
             return decode(data)
         except self._invalid as error:
             # The names of fields tell nothing of the message, as keys of its mappings and pydantic's own text would.
-            wrong = [
-                builtins.str(e["loc"][0])
-                for e in error.errors(include_url=False)
-                if e["loc"] and e["loc"][0] in self._fields
-            ]
-            raise TypeError(f"invalid: {', '.join(dict.fromkeys(wrong)) or 'the value'}") from error
+            places = dict.fromkeys(e["loc"][0] for e in error.errors(include_url=False) if e["loc"])
+            wrong = ", ".join(builtins.str(place) for place in places if place in self._fields)
+            raise TypeError(f"invalid: {wrong or 'the value'}") from error
 
 
 class dataclass_json(Generic[_T]):
@@ -142,7 +143,7 @@ class dataclass_json(Generic[_T]):
     def __init__(self, cls: type[_T]) -> None:
         import msgspec  # here, because its import takes longer than that of all of txnbridge
 
-        self._cls = cls
+        self._cls, self._class = cls, _class(cls)
         self._decoder: Any = msgspec.json.Decoder(cls)
         self._invalid = msgspec.ValidationError
         self._builtins = msgspec.to_builtins
@@ -162,7 +163,7 @@ class dataclass_json(Generic[_T]):
         return self._checked(self._decoder.decode, data)
 
     def to_builtins(self, obj: _T) -> Any:
-        return self._builtins(obj, builtin_types=_AVRO_VALUES)
+        return self._builtins(_fitting(self, obj), builtin_types=_AVRO_VALUES)
 
     def from_builtins(self, data: Any) -> _T:
         return self._checked(self._convert, data)
@@ -174,6 +175,20 @@ class dataclass_json(Generic[_T]):
             if error.__cause__ is not None:  # of the program's own check, whose text may have data of the message
                 raise
             raise TypeError(builtins.str(error)) from error  # names the field and no value
+
+
+def _class(kind: Any) -> type:
+    """Return a dataclass or model itself; for any other type `object`, of which every value is an instance."""
+    has_fields = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "model_fields"))
+    return kind if has_fields else object
+
+
+def _fitting(typed: pydantic[Any] | dataclass_json[Any], obj: Any) -> Any:
+    """Return `obj` if it is of the codec's class, else one made of it. Raise TypeError if that is impossible.
+
+    Otherwise an object of another class would be written without the fields that the codec's class does not have.
+    """
+    return obj if isinstance(obj, typed._class) else typed.from_builtins(obj)
 
 
 class confluent:
@@ -240,7 +255,7 @@ class avro(confluent, Generic[_T]):
             what = f"codecs.avro needs packages ({error}): in a clone of txnbridge, pip install -e '.[schemas]'"
             raise InvalidOption(what) from None
         client = SchemaRegistryClient.new_client({"url": registry}) if isinstance(registry, builtins.str) else registry
-        schema = _json.dumps(_avro_type(model, set())) if schema is None else schema
+        schema = _json.dumps(_avro_type(model, {})) if schema is None else schema
         typed: Any = pydantic(model) if hasattr(model, "model_fields") else dataclass_json(model)
         super().__init__(
             AvroSerializer(client, schema, lambda obj, _: typed.to_builtins(obj), dict(settings or {})),
@@ -293,8 +308,8 @@ _AVRO_TYPES: dict[Any, Any] = {
 }
 
 
-def _avro_type(hint: Any, named: set[builtins.str]) -> Any:
-    """Return the Avro schema of a type; `named` has the names of the records and enums that the schema has already."""
+def _avro_type(hint: Any, named: dict[builtins.str, Any]) -> Any:
+    """Return the Avro schema of a type; `named` has the classes that are in the schema already, by name."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _AVRO_TYPES:
         return _AVRO_TYPES[hint]
@@ -310,17 +325,15 @@ def _avro_type(hint: Any, named: set[builtins.str]) -> Any:
         dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or issubclass(hint, Enum)
     ):
         raise InvalidOption(f"codecs.avro knows no Avro type for {hint!r}: give the schema, by schema=")
-    if hint.__name__ in named:
+    if hint in named.values():
         return hint.__name__
-    named.add(hint.__name__)
+    if hint.__name__ in named:  # by that schema, this class would lose the fields that the first one does not have
+        raise InvalidOption(f"codecs.avro found two classes {hint.__name__}: rename one, or give the schema (schema=)")
+    named[hint.__name__] = hint
     if issubclass(hint, Enum):
         return {"type": "enum", "name": hint.__name__, "symbols": [each.value for each in hint]}
-    fields = []
-    for name, kind in get_type_hints(hint).items():
-        written = {"name": name, "type": _avro_type(kind, named)}
-        if isinstance(written["type"], list):
-            written["default"] = None
-        fields.append(written)
+    types = {name: _avro_type(kind, named) for name, kind in get_type_hints(hint).items()}
+    fields = [{"name": n, "type": t} | ({"default": None} if isinstance(t, list) else {}) for n, t in types.items()]
     return {"type": "record", "name": hint.__name__, "fields": fields}
 
 

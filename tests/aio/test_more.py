@@ -1,6 +1,7 @@
 """Half messages, publishers, administration and relays of tasks."""
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -12,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from tests.aio.kit import SOON, cancelled_when, undecided, until, values
 from txnbridge import Abort, Decision, HalfMessages, Outcome, aio
+from txnbridge.aio._calls import Call, OneCall
 from txnbridge.aio._loop_functions import LoopFunctions
 from txnbridge.aio._services import check_cancelled
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, OutcomeUnknown
@@ -161,6 +163,25 @@ async def test_a_thread_that_asks_for_a_function_as_its_block_ends_is_not_left_w
     functions._portal.start_task_soon = lambda *call: Future()  # type: ignore[union-attr, method-assign]
     with pytest.raises(OutcomeUnknown):
         await to_thread.run_sync(functions.call, check_cancelled, undecided)
+
+
+async def test_very_many_calls_may_be_cancelled_while_an_earlier_one_runs():
+    calls, begun, may_end = OneCall("an object"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait()
+
+    await cancelled_when(begun.is_set, lambda: calls.run(Call(work)))
+    try:
+        for _ in range(sys.getrecursionlimit()):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await calls.run(Call(may_end.wait))
+        assert not calls.is_free
+    finally:
+        may_end.set()
+    assert await calls.run(Call(lambda: "next")) == "next" and calls.is_free
 
 
 async def test_a_publisher_stores_in_the_order_of_calls_and_resumes(url, bridge):

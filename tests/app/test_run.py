@@ -256,6 +256,7 @@ def test_signals_to_all_processes_of_a_service_let_the_service_finish_too(folder
     [
         ("hanging", [signal.SIGTERM], 1, "did not end within 0.5 s after the stop"),
         ("hanging", [signal.SIGINT, signal.SIGTERM], 143, ""),
+        ("slow --until-idle", [signal.SIGTERM], 143, ""),  # perhaps something is left
         ("refusing", [], 1, "a test says so"),
         ("finishing", [], 0, "the application has stopped itself"),
         ("leaving", [], 1, "a function has called sys.exit()"),
@@ -266,7 +267,7 @@ def test_signals_to_all_processes_of_a_service_let_the_service_finish_too(folder
 )
 def test_the_exit_code_of_a_service_tells_why_it_ended(folder, orders, target, signals, code, text):
     orders(b"1")
-    with Service(folder, f"shop:{target}") as service:
+    with Service(folder, *f"shop:{target}".split()) as service:
         if signals:
             assert service.line() == "here\n"
         assert (service.stop(*signals) if signals else service.end()) == code

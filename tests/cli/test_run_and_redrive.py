@@ -156,10 +156,13 @@ def test_run_without_a_dead_letter_topic_tells_the_reason_of_poison_and_the_plac
     assert "0 messages" in result.stdout and "secret" not in result.output
 
 
-@pytest.mark.parametrize(("value", "code", "shipped"), [(b"stop", 0, [b"stop"]), (b"hang", 143, [])])
-def test_a_signal_stops_run_gently_and_a_second_signal_at_once(url, bridge, shop, orders, value, code, shipped):
+@pytest.mark.parametrize(
+    ("value", "options", "code", "shipped"),
+    [(b"stop", [], 0, [b"stop"]), (b"stop", ["--until-idle"], 143, [b"stop"]), (b"hang", [], 143, [])],
+)
+def test_a_signal_stops_run_gently_and_a_second_one_at_once(url, bridge, shop, orders, value, options, code, shipped):
     orders(value)
-    command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping"]
+    command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping", *options]
     run = subprocess.run(command, cwd=shop, env=os.environ | {"TXNBRIDGE_URL": url}, timeout=60)
     assert run.returncode == code
     assert values(bridge, "shipments") == shipped

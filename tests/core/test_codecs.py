@@ -50,6 +50,10 @@ def test_an_encoded_value_comes_back(codec: codecs.Codec, value: Any) -> None:
     assert through(Topic("t", codec), value).value == value
 
 
+def test_json_may_begin_with_the_mark_of_utf8() -> None:
+    assert codecs.json.decode(b"\xef\xbb\xbf1", codecs.CodecContext("t", "value")) == 1
+
+
 def test_keys_have_a_codec_of_their_own() -> None:
     assert through(Topic("t", codecs.json, key=codecs.json), 1, {"k": 1}).key == {"k": 1}
     assert through(Topic("t", codecs.json), 1, "text").key == b"text"
@@ -70,6 +74,7 @@ def test_a_tombstone_passes_every_codec() -> None:
         (codecs.dataclass_json(Order), Order(float("nan"))),  # type: ignore[arg-type]
         (codecs.dataclass_json(list[Order]), Order(1)),
         (codecs.pydantic(list[float]), [float("nan")]),
+        (codecs.pydantic(Measured), Order(1)),
     ],
 )
 def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: codecs.Codec, value: Any) -> None:
@@ -102,7 +107,8 @@ def test_bytes_that_cannot_be_decoded_are_poison_and_keep_the_raw_message(codec:
 
 
 FLOATS = codecs.pydantic(float)
-UNSENDABLE = [b"NaN", b"-1e400", b"9" * 400 + b".5", b"9" * 300 + b"e99", b'"\\ud800"']
+UNSENDABLE = [b"NaN", b"-1e400", b"9" * 400 + b".5", b"9" * 300 + b"e99", b'"\\ud800"', b'"\xed\xa0\x80"']
+UNSENDABLE += ["NaN".encode("utf-16")]
 TEXTS = [b'"NaN"', b'" -inf"', b'"1e999"']  # which pydantic takes for numbers
 
 

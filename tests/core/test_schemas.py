@@ -42,6 +42,15 @@ class Order:
     parent: Order | None = None
 
 
+@dataclasses.dataclass
+class Note:
+    text: str | None = None
+
+
+class Remark(pydantic.BaseModel):
+    text: str | None = None
+
+
 class Model(pydantic.BaseModel):
     id: int
     at: datetime
@@ -74,6 +83,14 @@ def test_dataclasses_and_models_become_avro_and_come_back(registry: SchemaRegist
     assert topic.decode(message(None)).value is None
 
 
+@pytest.mark.parametrize("kind", [Note, Remark])
+def test_an_object_of_another_class_does_not_become_a_message_without_its_fields(registry, kind):
+    topic = Topic("notes", codecs.avro(kind, registry))
+    assert topic.decode(message(topic.encode_value({"text": "n"}))).value == kind(text="n")
+    with pytest.raises(InvalidOption, match="notes"):
+        topic.encode_value(ORDER)
+
+
 def test_a_message_of_an_older_schema_is_read_and_one_that_does_not_fit_names_its_schema(registry):
     schema = '{"type": "record", "name": "Item", "fields": [{"name": "name", "type": "string"}%s]}'
     topic = Topic("orders", codecs.avro(Item, registry, schema=schema % ', {"name": "price", "type": "double"}'))
@@ -103,8 +120,18 @@ def unknown_type() -> object:
     return codecs.avro(complex, "mock://x")
 
 
+def same_name() -> object:
+    other = dataclasses.make_dataclass("Item", [("name", str), ("price", float), ("floor", int)])
+    return codecs.avro(dataclasses.make_dataclass("Two", [("first", Item), ("second", other)]), "mock://x")
+
+
 @pytest.mark.parametrize(
-    ("make", "sentence"), [(codecs.confluent, "takes a serializer, a deserializer"), (unknown_type, "give the schema")]
+    ("make", "sentence"),
+    [
+        (codecs.confluent, "takes a serializer, a deserializer"),
+        (unknown_type, "give the schema"),
+        (same_name, "two classes Item"),
+    ],
 )
 def test_a_codec_that_cannot_work_is_refused(make: Callable[[], object], sentence: str):
     with pytest.raises(InvalidOption, match=sentence):

@@ -16,10 +16,10 @@ from txnbridge.codecs import Codec
 
 Document = dict[str, Any]
 
-_PLAIN: dict[int, tuple[str, str, Document | None]] = {
-    id(codecs.bytes): ("bytes", "application/octet-stream", None),
-    id(codecs.str): ("text", "text/plain", {"type": "string"}),
-    id(codecs.json): ("json", "application/json", None),
+_PLAIN: dict[int, tuple[str, Document]] = {
+    id(codecs.bytes): ("bytes", {"contentType": "application/octet-stream"}),
+    id(codecs.str): ("text", {"contentType": "text/plain", "payload": {"type": "string"}}),
+    id(codecs.json): ("json", {"contentType": "application/json"}),
 }
 
 
@@ -88,9 +88,8 @@ def _results(topic: Topic, types: list[Any]) -> Iterator[_Content]:
 def _content(codec: Codec) -> _Content:
     """Return the kind of message that a codec encodes and decodes; for an unknown codec only a name."""
     if id(codec) in _PLAIN:
-        name, content_type, payload = _PLAIN[id(codec)]
-        message: Document = {"contentType": content_type}
-        return _Content(name, message if payload is None else message | {"payload": payload}, {})
+        name, message = _PLAIN[id(codec)]
+        return _Content(name, message.copy(), {})
     with suppress(Exception):  # neither msgspec nor pydantic has a schema of every type
         if isinstance(codec, codecs.dataclass_json):
             import msgspec

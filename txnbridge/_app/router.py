@@ -95,13 +95,7 @@ class Router:
         """
 
         def decorate(function: F) -> F:
-            handler = Handler(function, inputs, group, to, settings, batch, middleware, on)
-            self._handlers.append(handler)
-            try:
-                self._require_distinct()
-            except InvalidOption:
-                self._handlers.remove(handler)
-                raise
+            self._add(self._handlers, Handler(function, inputs, group, to, settings, batch, middleware, on))
             return function
 
         return decorate
@@ -110,11 +104,14 @@ class Router:
         """Add the functions of another router, also those that it gets later."""
         if any(each is self for each in router._routers()):
             raise InvalidOption("a router cannot include itself")
-        self._included.append(router)
+        self._add(self._included, router)
+
+    def _add(self, to: list[Any], added: Handler | Router) -> None:
+        to.append(added)
         try:
             self._require_distinct()
         except InvalidOption:
-            self._included.remove(router)
+            to.remove(added)
             raise
 
     def _routers(self) -> Iterator[Router]:

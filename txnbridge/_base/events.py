@@ -120,7 +120,7 @@ class JsonLinesRecorder:
     def __init__(self, path: str | Path) -> None:
         # Unbuffered and in append mode: one write(2) for each line, so several processes may share the file.
         self._file = open(path, "ab", buffering=0)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may run while it is held
 
     def __call__(self, event: Event) -> None:
         line = json.dumps({"v": self.VERSION, **asdict(event)}, separators=(",", ":"), default=str)

@@ -275,6 +275,8 @@ class OneCall:
 
     async def _run(self, call: Call[R]) -> R:
         previous, self._last = self._last, call
+        while previous is not None and previous.withdrawn:  # there may be very many
+            previous = previous._previous
         return await call.run(None if previous is None or previous.is_done else previous)
 
 

@@ -87,6 +87,12 @@ def outcome_code(outcome: Outcome, decision: Decision) -> ExitCode:
     return ExitCode.ABORTED if outcome is Outcome.ABORTED else ExitCode.FAILED
 
 
+def idle_code(processors: Iterable[txnbridge.Processor]) -> int | None:
+    """Return the exit code after a run until idle: not 0 if a signal stopped it, because messages may be left."""
+    signals = [each._stop.signalled for each in processors if each._stop.signalled is not None]
+    return 128 + signals[0] if signals else None
+
+
 def printable(text: str) -> str:
     """Return a text with control characters and line breaks escaped, so that a terminal shows it as one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -100,8 +100,7 @@ def command(
                 raise txnbridge.DeliveryFailed(text) from error
         copied = processor.stats.messages - processor.stats.dead_letters
     cli.answer({"copied": copied}, f"copied: {copied} messages")
-    stopped = processor._stop.signalled
-    return 128 + stopped if until_idle and stopped is not None else None  # perhaps something is left
+    return _common.idle_code([processor]) if until_idle else None
 
 
 def _made_ready(

@@ -63,8 +63,7 @@ def command(
     with telling("" if process is None else process.log_prefix):
         try:
             if not isinstance(found, App):
-                _run_processor(cli, target, found, until_idle)
-                return None
+                return _run_processor(cli, target, found, until_idle)
             given = {name: _given(name) for name in ("url", "timeout")}
             found._connect_options |= {name: value for name, value in given.items() if value is not None}
             if process is not None:
@@ -93,7 +92,7 @@ def _run_until_idle(cli: Cli, app: App) -> int | None:
     finally:
         lines = [f"{name}: {_summary(stats)}" for name, stats in app.stats.items()]
         cli.answer({name: stats._asdict() for name, stats in app.stats.items()}, *lines)
-    return None
+    return _common.idle_code(app._processors)
 
 
 def _supervise(target: str, app: App, workers: int, reload: bool, health_host: str, health_port: int | None) -> int:
@@ -123,7 +122,7 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_host: s
         return supervisor.run()
 
 
-def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> None:
+def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> int | None:
     with ExitStack() as stack:
         if not isinstance(found, Processor):
             found = found(stack.enter_context(cli.connect()))
@@ -135,6 +134,7 @@ def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> None:
             raise TxnBridgeError(str(error)) from error
         finally:
             cli.answer(found.stats._asdict(), _summary(found.stats))
+    return _common.idle_code([found]) if until_idle else None
 
 
 def _summary(stats: ProcessorStats) -> str:

@@ -150,10 +150,7 @@ def crash_everywhere(
         side_by_side = stack.enter_context(ThreadPoolExecutor(at_once)).map if at_once > 1 else map
 
         def kill_at(event: Unvisited) -> Point | None:
-            start = make_start()
-            point = _run_and_kill(function, start, event, timeout)
-            _recover_and_check(function, check, start, point, timeout)
-            return point
+            return _kill_and_check(function, check, make_start(), event, timeout)
 
         going_on = True
         while going_on:
@@ -172,17 +169,19 @@ def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
     return lambda: f"embedded:{folder}/{next(numbers)}.db"
 
 
-def _run_and_kill(
-    function: Callable[[Any], object], start: Any, event: str | Unvisited, timeout: float
+def _kill_and_check(
+    function: Callable[[Any], object],
+    check: Callable[[Any], object],
+    start: Any,
+    event: str | Unvisited,
+    timeout: float,
 ) -> Point | None:
-    """Run a function in a child that is killed at an event; return this event, None if the function ended before it."""
+    """Run a function in a child that is killed at an event, run it again, and check what it has left.
+
+    Return this event; None if the function ended before it.
+    """
     with Child(function, start, kill=event) as child:
-        return child._stopped_or_returned(timeout)
-
-
-def _recover_and_check(
-    function: Callable[[Any], object], check: Callable[[Any], object], start: Any, point: Point | None, timeout: float
-) -> None:
+        point = child._stopped_or_returned(timeout)
     try:
         if point is not None:
             with Child(function, start) as child:
@@ -191,3 +190,4 @@ def _recover_and_check(
     except Exception as error:
         when = f"killed at {point} and run again" if point else "not killed"
         raise AssertionError(f"{function.__qualname__}, {when}: {type(error).__name__}: {error}") from error
+    return point

@@ -73,7 +73,7 @@ class StopAt:
         self._visited, self._skip = (where.visited, where.skip) if isinstance(where, Unvisited) else (frozenset(), 0)
         self._signal = _SIGNALS[how]
         self._seen: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may run while it is held
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:

@@ -36,12 +36,9 @@ def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice
     if version >= EPOCH_BUMPS:
         yield Advice("ok", "transaction.version", f"{version}: ending a transaction fences its writer")
     else:
-        yield Advice(
-            "warning",
-            "transaction.version",
-            f"{version}: a writer is not fenced at once if another process ends its transaction",
-            "on Kafka 4: kafka-features.sh upgrade --feature transaction.version=2",
-        )
+        text = f"{version}: a writer is not fenced at once if another process ends its transaction"
+        remedy = "on Kafka 4: kafka-features.sh upgrade --feature transaction.version=2"
+        yield Advice("warning", "transaction.version", text, remedy)
     settings, brokers = cluster.settings, sorted(cluster.topics.overview(deadline).brokers)
     wanted = settings.timeout + (settings.hold or 0)
     for number, config in cluster.topics.broker_configs(brokers, deadline).items():
@@ -50,12 +47,8 @@ def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice
             yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")
         longest = longest_ms(config) / 1000
         if longest < wanted:
-            yield Advice(
-                "problem",
-                f"broker {number}",
-                f"lets a transaction live {longest:g} s; timeout and hold of this bridge are {wanted:g} s together",
-                "raise transaction.max.timeout.ms, or ask for less",
-            )
+            text = f"lets a transaction live {longest:g} s; timeout and hold of this bridge are {wanted:g} s together"
+            yield Advice("problem", f"broker {number}", text, "raise transaction.max.timeout.ms, or ask for less")
 
 
 def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
@@ -85,11 +78,8 @@ def _replication_findings(copies: int, settings: Mapping[str, str]) -> Iterator[
     in_sync = _IN_SYNC if configured is None else int(configured)
     has = f"has {'1 copy' if copies == 1 else f'{copies} copies'}"
     if configured is not None and copies < in_sync:
-        yield (
-            "problem",
-            f"{has} and min.insync.replicas={in_sync}: nothing can be stored in it",
-            "give it more replicas (kafka-reassign-partitions.sh)",
-        )
+        text = f"{has} and min.insync.replicas={in_sync}: nothing can be stored in it"
+        yield "problem", text, "give it more replicas (kafka-reassign-partitions.sh)"
     if copies < _REPLICAS:
         text = f"{has}: with the loss of a broker it may be lost"
         yield "warning", text, f"give it {_REPLICAS} replicas (kafka-reassign-partitions.sh)"

@@ -204,10 +204,9 @@ def login(line: str, mechanism: str | None) -> dict[str, str]:
 
 def _mechanism(module: str, given: str | None) -> str:
     fitting = _MECHANISMS[module]
-    if given is None and len(fitting) == 1:
-        return fitting[0]
-    if given is None or given.upper() not in fitting:
+    mechanism = fitting[0] if given is None and len(fitting) == 1 else (given or "").upper()
+    if mechanism not in fitting:
         raise InvalidOption(
             f"{module.rpartition('.')[2]} in 'sasl.jaas.config' needs sasl.mechanism={' or '.join(fitting)}"
         )
-    return given.upper()
+    return mechanism

@@ -29,6 +29,7 @@ _OAUTH = "OAUTHBEARER"
 KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
 _SECRETS = ("sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password", "ssl.key.pem")
 _ENDPOINT = "sasl.oauthbearer.token.endpoint.url"
+_PASSWORD_NEEDS = ("sasl.username", "sasl.password")
 _OAUTH_NEEDS = (_ENDPOINT, "sasl.oauthbearer.client.id", "sasl.oauthbearer.client.secret")
 
 
@@ -58,27 +59,21 @@ def complete(given: Mapping[str, str]) -> dict[str, str]:
 
 def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
     mechanism = settings.get("sasl.mechanism", "").upper()
-    if mechanism in _PASSWORDS:
-        needed: tuple[str, ...] = ("sasl.username", "sasl.password")
-        completed = {"sasl.mechanism": mechanism}
-    elif mechanism == _OAUTH:
-        needed = _OAUTH_NEEDS
-        completed = {"sasl.mechanism": mechanism, "sasl.oauthbearer.method": "oidc"}
-    else:
+    if mechanism not in (*_PASSWORDS, _OAUTH):
         raise InvalidOption(f"'sasl.mechanism' is one of {', '.join((*_PASSWORDS, _OAUTH))}; {KERBEROS}")
-    for name in needed:
+    for name in _OAUTH_NEEDS if mechanism == _OAUTH else _PASSWORD_NEEDS:
         if not settings.get(name):
             raise InvalidOption(f"sasl.mechanism={mechanism} needs {name!r}")
     if mechanism == _OAUTH and not settings[_ENDPOINT].startswith(("https://", "http://")):
         raise InvalidOption(f"{_ENDPOINT!r} is a URL with https:// or http://")
-    return completed
+    return {"sasl.mechanism": mechanism} | ({"sasl.oauthbearer.method": "oidc"} if mechanism == _OAUTH else {})
 
 
 def advice(client: Mapping[str, str]) -> str:
     """Return the advice for the error of a failed connection: the settings that must match the broker's listener."""
     protocol, checks = client["security.protocol"], []
     if protocol.startswith("SASL"):
-        checks += list(_OAUTH_NEEDS) if client["sasl.mechanism"] == _OAUTH else ["sasl.username", "sasl.password"]
+        checks += list(_OAUTH_NEEDS if client["sasl.mechanism"] == _OAUTH else _PASSWORD_NEEDS)
     if protocol.endswith("SSL"):
         checks += ["ssl.ca.location", "ssl.certificate.location"]
     listener = f"that the URL's port is a listener for {protocol}"

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from tests.failing import raising
 from txnbridge import Event, EventLogger, JsonLinesRecorder
 from txnbridge._base.events import Emitter
+from txnbridge.metrics import Metrics
+from txnbridge.testing import StopAt
 
 
 def test_a_step_tells_before_and_after_with_what_was_found() -> None:
@@ -52,6 +56,27 @@ def test_the_logger_warns_of_failures_only(caplog: pytest.LogCaptureFixture) -> 
         with Emitter("b", [EventLogger()]).step("commit", "t-1"):
             raise KeyError
     assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def test_a_signal_handler_that_causes_an_event_does_not_wait_for_the_listener_that_it_interrupts(tmp_path: Path):
+    recorder = JsonLinesRecorder(tmp_path / "events.jsonl")
+
+    def interrupt(*_: object) -> None:
+        sys.setprofile(None)
+        emitter.emit("half.store", "after")
+        sys.setprofile(interrupt)
+
+    def interrupted() -> None:
+        sys.setprofile(interrupt)
+        emitter.emit("half.store", "after")
+
+    for listener in recorder, Metrics().txnbridge_event, StopAt("commit/before").txnbridge_event:
+        emitter = Emitter("b-1", [listener])
+        thread = threading.Thread(target=interrupted, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    recorder.close()
 
 
 def test_the_recorder_writes_one_whole_line_an_event_from_many_threads(tmp_path: Path) -> None:
