@@ -6,7 +6,7 @@ The answers are made up, each as Kafka's own source gives it.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace as Fields
 from typing import Any
@@ -27,9 +27,8 @@ from txnbridge_kafka.client.protocol_types import (
     TransactionListing,
 )
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.outcome import hanging_transactions
-from txnbridge_kafka.outcome.outcome import read_how
-from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
+from txnbridge_kafka.outcome import hanging_transactions, outcome
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, StateRecord
 from txnbridge_kafka.read import start_positions
 from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest
 from txnbridge_kafka.read.start_lookup import StartLookup
@@ -43,7 +42,7 @@ from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
 from txnbridge._decisions.decisions import Decisions
 from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound
-from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, TokenState
+from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, Token, TokenState
 
 pytestmark = pytest.mark.offline
 
@@ -409,7 +408,18 @@ def test_an_id_that_an_unreadable_log_may_have_prepared_is_called_neither_ended_
 @pytest.mark.parametrize("how", [{"pid": 1 << 63}, {"epoch": 1 << 15}, {"pid": -1}, {"epoch": -1}], ids=str)
 def test_a_token_with_numbers_that_kafka_does_not_have_is_damaged(how: dict[str, int]) -> None:
     with pytest.raises(InvalidToken, match="damaged"):
-        read_how({"id": "shop.0", "pid": 1, "epoch": 0, "start": 5, **how})
+        outcome.read_how({"id": "shop.0", "pid": 1, "epoch": 0, "start": 5, **how})
+
+
+def test_an_aborted_token_behind_which_a_late_request_began_another_transaction_is_not_committed(monkeypatch) -> None:
+    coordinator = Coordinator()
+    coordinator.told = TransactionDescription("", "Ongoing", 1, 0, 6, 30_000, ())
+    monkeypatch.setattr(outcome, "state_records", lambda *_: [StateRecord(1, 0, 3, frozenset(), 5)])  # it was aborted
+    cluster: Any = Fields(requests=coordinator, events=Fields(step=lambda *_, **__: nullcontext({})))
+    ledger: Any = Fields(find=lambda *_: [])
+    token = Token("kafka", "c", "txn", {"id": "shop.p0", "pid": 1, "epoch": 0, "start": 5}, prepared=True)
+    assert outcome.end_prepared(cluster, token, True, ledger, Deadline(30)) is Outcome.ABORTED
+    assert coordinator.ended == []
 
 
 def test_threads_that_prepare_at_once_use_one_pool_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
