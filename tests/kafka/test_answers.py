@@ -41,7 +41,7 @@ from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
 from txnbridge._decisions.decisions import Decisions
-from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound
+from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, Token, TokenState
 
 pytestmark = pytest.mark.offline
@@ -157,6 +157,19 @@ def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, r
     cluster.answers = [Fields(topics=[Fields(name="orders", partitions=[partition])])]
     partitions = [("orders", 0), (hidden.name, 0)]
     assert requests.producers(partitions, Deadline(1), readable_only=True) == {("orders", 0): []}
+
+
+def test_brokers_that_do_not_know_a_topic_yet_hide_no_hanging_transaction(cluster, requests, monkeypatch) -> None:
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [])
+    producer = {"producer_id": 1, "producer_epoch": 4, "last_timestamp": 0, "coordinator_epoch": 0}
+    unknown = Fields(partition_index=0, error_code=UNKNOWN_TOPIC, active_producers=[])
+    hanging = Fields(partition_index=0, error_code=0, active_producers=[Fields(**producer, current_txn_start_offset=3)])
+    cluster.answers = [Fields(topics=[Fields(name="orders", partitions=[each])]) for each in (unknown, hanging)]
+    cluster.unaware = 1
+    opened = TransactionDescription("shop.0", "Empty", 1, 6, None, 30_000, ())
+    at: Any = Fields(requests=requests, opening=None)
+    with pytest.raises(StorageFailed, match="no record has its outcome"):
+        hanging_transactions.write_missing_markers_of_owner(at, at, opened, opened, [("orders", 0)], Deadline(30))
 
 
 @pytest.fixture
