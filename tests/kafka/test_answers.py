@@ -352,6 +352,10 @@ class Leftovers:
         self.hanging = {id: each for id, each in self.hanging.items() if each != pid}
 
 
+def decided(pid: int) -> RecordedDecision:
+    return RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))
+
+
 TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no time
 
 
@@ -365,15 +369,26 @@ TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no
     ids=["too few replicas", "no time-out", "an id of others"],
 )
 def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(leftovers, left, monkeypatch):
-    told = {id: [RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))] for id, pid in leftovers.hanging.items()}
+    told = {id: [decided(pid)] for id, pid in leftovers.hanging.items()}
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda _, id, __: told[id])
     cluster: Any = Fields(requests=leftovers, settings=read())
     hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
     assert [*leftovers.hanging] == left
 
 
+@pytest.mark.parametrize("id", [f"shop.{16 * 'a'}.p1", "made-up.made-up.p1"])
+def test_a_hanging_transaction_that_was_prepared_is_ended_without_aborting_the_next_one(id, monkeypatch):
+    """While the request to fence the id is repeated, the id's owner may prepare its next transaction there."""
+    leftovers = Leftovers(foreign=[id])  # it refuses to be fenced
+    leftovers.hanging = {id: 1}
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [decided(1)])
+    cluster: Any = Fields(requests=leftovers, settings=read())
+    assert hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
+    assert leftovers.hanging == {}
+
+
 def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_on(monkeypatch, caplog):
-    decision = RecordedDecision(1, 0, True, frozenset([("orders", 0)]))
+    decision = decided(1)
     answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [decision])
     leftovers = Leftovers(foreign=["first"])
     del leftovers.hanging["second"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ _log = logging.getLogger("txnbridge")
 
 # The kinds of records in an id's ledger. The core's ledger interprets "prepare" records too.
 PREPARE, OUTCOME = "prepare", "outcome"
+# The transactional ids for prepared transactions. The opening of a made-up id has the id's own name.
+PREPARED_ID = re.compile(r"(.+)\.([0-9a-f]{16}|\1)\.p\d+", re.DOTALL)
 
 
 class KafkaOwner:
