@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from txnbridge_kafka.admin.admin import KafkaAdmin
-from txnbridge_kafka.client.protocol_types import TransactionDescription
+from txnbridge_kafka.client.protocol_types import EndTxnResult, TransactionDescription
 from txnbridge_kafka.write.owner import KafkaOwner
 from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
@@ -32,6 +33,7 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def open(session: ProducerSession, deadline: Deadline) -> None:
         opened.append((session.id, session.timeout_ms))
         producer: Any = SimpleNamespace(begin=lambda: None, drop=lambda: None, taint_reason=lambda: "")
+        producer.flush = lambda deadline: None
         session.producer, session.stale = producer, ""
 
     monkeypatch.setattr(ProducerSession, "open", open)
@@ -45,11 +47,15 @@ def make_pool(
     longest_ms: int = LONGEST_MS,
     describe: Callable[..., Any] = lambda *asked: {},
     default_ms: int = LONGEST_MS,
+    **more: Callable[..., Any],
 ) -> PreparedIdPool:
-    nothing = SimpleNamespace(describe=describe)
+    nothing = SimpleNamespace(describe=describe, add_offsets=lambda *asked: None, **more)
     owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
     owner.check = owner.open_once = lambda deadline: None
-    cluster: Any = SimpleNamespace(requests=nothing, settings=SimpleNamespace(common_logs=common_logs))
+    owner.ledger = SimpleNamespace(record=lambda *record: None)
+    events = SimpleNamespace(step=lambda *step, **data: nullcontext())
+    settings = SimpleNamespace(common_logs=common_logs, prefix="")
+    cluster: Any = SimpleNamespace(requests=nothing, settings=settings, events=events)
     return PreparedIdPool(cluster, owner, min(default_ms, longest_ms), longest_ms)
 
 
@@ -170,6 +176,21 @@ def test_an_exception_of_a_signal_handler_takes_no_id_from_the_pool(openings):
         pool.take(Deadline(5)).close()
 
     assert interrupted_everywhere(take, take, ["prepared.py"])
+
+
+def test_a_transaction_that_is_interrupted_right_after_it_was_prepared_is_aborted(openings):
+    ended, last = list[bool](), TransactionDescription("", "Ongoing", 1, 0, 5, 1, ())
+
+    def end(id: str, pid: int, epoch: int, commit: bool, deadline: Deadline) -> EndTxnResult:
+        ended.append(commit)
+        return EndTxnResult(0, pid, epoch)
+
+    writer = make_pool(1, describe=lambda ids, deadline: dict.fromkeys(ids, last), end=end).take(Deadline(30))
+    writer.begin(Begin("txn", Deadline(30), prepare=True, hold=None))
+    writer.session.opened = last
+    writer.prepare(Deadline(30))
+    writer.abort(Deadline(30))
+    assert ended == [False]
 
 
 def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_deadline():
