@@ -23,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from txnbridge_kafka import settings
 from txnbridge_kafka.settings import OPTIONS, REFUSED, KafkaSettings, java, names
-from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProducer
+from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, ClientLogMonitor, TransactionalProducer
 
 import txnbridge
 from tests.java_kit import ask_java
@@ -732,6 +732,12 @@ def test_no_secret_is_in_what_is_shown_logged_or_pickled(told, caplog):
     assert SECRET not in refusal({"security.protocol": "SASL_SSL", **told, "no.such.setting": 1})
     assert SECRET not in refusal({"security.protocol": "SASL_SSL", **told, "linger.ms": SECRET})
     assert SECRET not in caplog.text
+
+
+def test_no_name_of_a_program_hides_that_its_connection_was_lost():
+    monitor = ClientLogMonitor(0)
+    monitor.log(20, "%s [%s] %s", "FAIL", "Connect to shop#producer-1", "a:9092/1: Disconnected (after 9ms)")
+    assert monitor.taint_reason
 
 
 def test_a_secret_that_the_client_repeats_is_taken_out_of_its_words():

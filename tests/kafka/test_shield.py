@@ -116,7 +116,7 @@ def test_a_late_commit_does_nothing_to_our_next_transaction(proxy, through, brid
     assert values(seen(bridge, topic)) == [b"0", b"1"]
 
 
-@pytest.mark.parametrize("settings", [{"log_level": 3}, {"log_level": 5}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"log_level": 3}, {"log_level": 5}, {}, {"client.id": "Connect to us"}], ids=str)
 def test_no_wish_about_logs_blinds_the_shield(proxy, bridge, topic, settings):
     with txnbridge.connect(proxy.url, writers=1, kafka=settings) as through:
         send(through, topic, b"0")
