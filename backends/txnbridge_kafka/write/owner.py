@@ -45,11 +45,8 @@ class KafkaOwner:
         with deadline.holding(self._lock, f"another thread opened {self.name}"):
             newest = self.ledger.newest_opening(deadline)
             before = newest[1] if newest else {}
-            about = {
-                "writers": max(writers, int(before.get("writers", 0))),
-                "host": self.identity.host,
-                "at": int(time.time() * 1000),
-            }
+            most = max(writers, int(before.get("writers", 0)))
+            about = {"writers": most, "host": self.identity.host, "at": int(time.time() * 1000)}
             self.opening = self.ledger.opened(about, deadline)
             return before
 
