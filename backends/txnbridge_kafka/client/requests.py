@@ -212,14 +212,10 @@ class Requests:
         return OffsetCommitResult(code, lost)
 
     def commit_offsets(
-        self,
-        member: GroupMembership,
-        offsets: Mapping[Partition, int],
-        topic_ids: Mapping[Partition, str],
-        deadline: Deadline,
+        self, member: GroupMembership, first: Mapping[Partition, int], ids: Mapping[Partition, str], deadline: Deadline
     ) -> OffsetCommitResult:
-        """Commit a group's offsets as its member, without a transaction; return the answer. It is sent only once."""
-        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, offsets, topic_ids))
+        """Commit a group's `first` offsets as its member, outside a transaction; return the answer. Ask only once."""
+        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, first, ids))
 
         def attempt(connections: Connections) -> OffsetCommitResult:
             node = connections.group_coordinator(member.group)
@@ -380,17 +376,12 @@ class Requests:
         return self._runner.repeat(deadline, what, attempt)
 
     def producers(
-        self,
-        partitions: Sequence[Partition],
-        deadline: Deadline,
-        *,
-        readable_only: bool = False,
-        existing: bool = False,
+        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False, known: bool = False
     ) -> dict[Partition, list[ActiveProducer]]:
         """Return, by partition, the producers that its leader remembers. A partition that does not exist is absent.
 
         With `readable_only` a partition that has no leader, or that this user may not read, is absent too. Without
-        `readable_only` it is waited for, or raises `AccessDenied`. With `existing` all partitions certainly exist: one
+        `readable_only` it is waited for, or raises `AccessDenied`. With `known` all partitions certainly exist: one
         that a broker does not know, because the broker has just started, is waited for.
         """
         producers: dict[Partition, list[ActiveProducer]] = {}
@@ -398,13 +389,13 @@ class Requests:
 
         def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
             leaders = connections.leaders(left, readable_only=readable_only)
-            if existing and (unknown := left.difference(*leaders.values())):
+            if known and (unknown := left.difference(*leaders.values())):
                 raise RetryLaterError(f"a broker does not know {messages.partition_name(min(unknown))} yet")
             left.intersection_update(partition for led in leaders.values() for partition in led)
             for node, led in leaders.items():
                 answer = connections.send(node, wire.DESCRIBE_PRODUCERS(topics=messages.numbers_by_topic(led)))
                 for partition, each in messages.each_partition(answer.topics):
-                    if each.error_code in NO_LEADER or (existing and each.error_code == UNKNOWN_TOPIC):
+                    if each.error_code in NO_LEADER or (known and each.error_code == UNKNOWN_TOPIC):
                         raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
                     left.discard(partition)
                     if each.error_code == DONE:

@@ -198,7 +198,7 @@ def write_missing_markers_of_owner(
     `StorageFailed` if no record has a hanging transaction's outcome.
     """
     try:
-        producers = cluster.requests.producers(partitions, deadline, existing=True)
+        producers = cluster.requests.producers(partitions, deadline, known=True)
     except (AccessDenied, NotSupported) as error:
         _log.warning("hanging transactions cannot be looked for: %s", error)
         return
