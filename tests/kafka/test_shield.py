@@ -211,6 +211,18 @@ def test_a_transaction_is_prepared_while_a_late_request_of_the_one_before_is_hel
     assert values(seen(bridge, topic)) == [b"0", b"1", b"prepared"]
 
 
+def test_a_token_commits_no_transaction_that_a_late_request_began_behind_its_abort(proxy, through, bridge, topic):
+    hold = proxy.hold(requests="AddPartitionsToTxn")
+    cutting = in_thread(lambda: (hold.wait(), proxy.cut()))
+    with through.transaction(prepare=True) as txn:
+        txn.send(topic, b"1")
+    cutting.join()
+    assert bridge.abort(str(txn.token)) is Outcome.ABORTED
+    hold.release()
+    hold.answered()
+    assert bridge.commit(str(txn.token)) is Outcome.ABORTED
+
+
 def test_a_connection_that_never_was_made_costs_no_new_opening(connect: Connect, bridge: Bridge, topic: str) -> None:
     """A second address at which nobody listens is logged as a failure too, again and again."""
     opened: list[object] = []
