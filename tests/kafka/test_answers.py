@@ -114,7 +114,7 @@ def change(code: int) -> Fields:
 def test_a_change_of_a_topic_whose_answer_is_lost_is_done_if_the_second_copy_finds_it_done(
     cluster: Cluster, requests: Requests, ask: Callable[[Requests], Any], repeated: int
 ) -> None:
-    cluster.answers = [LOST, change(repeated), change(repeated), LOST, change(DENIED)]
+    cluster.answers = [LOST, change(41), change(repeated), change(repeated), LOST, change(DENIED)]  # 41: it has moved
     assert [ask(requests).code for _ in range(3)] == [0, repeated, DENIED]
 
 

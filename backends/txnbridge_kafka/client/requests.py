@@ -28,6 +28,7 @@ from txnbridge_kafka.client.protocol_types import (
     LEADER_RETRY_CODES,
     NO_LEADER,
     NOT_CARRIED_OUT,
+    NOT_CONTROLLER,
     TIMED_OUT,
     TRANSACTIONAL_ID_NOT_FOUND,
     UNKNOWN_TOPIC,
@@ -47,8 +48,6 @@ from txnbridge_kafka.client.protocol_types import (
 )
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.settings import KafkaSettings
-
-_NO_ID = "0" * 32
 
 
 class Requests:
@@ -470,7 +469,7 @@ class Requests:
 
     def delete_topic(self, name: str, id: str, deadline: Deadline) -> RequestResult:
         """Delete a topic, by its id if it has one: a late or second copy then does not delete a topic created again."""
-        topic = {"name": None if id else name, "topic_id": uuid.UUID(id or _NO_ID)}
+        topic = {"name": None if id else name, "topic_id": uuid.UUID(id or "0" * 32)}
         request = partial(wire.DELETE_TOPICS, topics=[topic], topic_names=[name])
         done = UNKNOWN_TOPIC_ID if id else UNKNOWN_TOPIC
         return self._ask_controller(request, "responses", deadline, f"deleting topic {name!r}", done)
@@ -493,6 +492,8 @@ class Requests:
             before, asked = asked, True
             answer = connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
             (each,) = getattr(answer, results)
+            if each.error_code == NOT_CONTROLLER:
+                raise RetryLaterError(f"{what}: {error_name(NOT_CONTROLLER)}")
             code = DONE if before and each.error_code == done else each.error_code
             return RequestResult(code, each.error_message or error_name(code))
 
