@@ -102,13 +102,22 @@ def test_a_part_of_a_span_tells_by_its_time_out_how_long_its_process_may_prepare
 def test_a_part_whose_prepare_record_others_might_not_find_does_not_tell() -> None:
     begin = Begin("txn", Deadline(30), prepare=True, hold=600.0, in_span=True)
     assert make_pool(4, common_logs=False).timeout_ms(begin) == 630_000
-    id = f"shop.{16 * 'a'}.p0"
-    assert (listed_until(id, 630_030), listed_until(id, 630_030, common_logs=False)) == (30_000, None)
 
 
-def test_a_part_whose_owner_no_log_knows_that_can_be_read_does_not_tell() -> None:
-    """It may be prepared, and the log that says so belongs to an application whose topics this bridge does not see."""
-    assert listed_until(f"shop.{16 * 'a'}.p0", 630_030, known=False) is None
+@pytest.mark.parametrize(
+    ("listed", "until"),
+    [
+        ({}, 30_000),
+        ({"common_logs": False}, None),
+        # It may be prepared, and the log that says so is of an application whose topics this bridge does not see.
+        ({"known": False}, None),
+        # An id without an opening is not one of a part.
+        ({"id": "payments.p1", "timeout_ms": 900_010}, None),
+    ],
+    ids=str,
+)
+def test_a_part_tells_in_the_list_until_when_it_may_be_prepared_if_its_log_can_be_read(listed, until):
+    assert listed_until(**listed) == until
 
 
 @pytest.mark.parametrize("hold", [None, 900.0])
@@ -117,11 +126,10 @@ def test_a_brokers_largest_time_out_with_odd_milliseconds_tells_nothing(hold: fl
     assert make_pool(4, longest_ms=900_010).timeout_ms(begin) == 900_000
 
 
-def test_an_id_without_an_opening_is_not_one_of_a_part() -> None:
-    assert listed_until("payments.p1", 900_010) is None
+PART = f"shop.{16 * 'a'}.p0"
 
 
-def listed_until(id: str, timeout_ms: int, common_logs: bool = True, known: bool = True) -> int | None:
+def listed_until(id: str = PART, timeout_ms: int = 630_030, common_logs: bool = True, known: bool = True) -> int | None:
     """Return the time until which an open transaction that began at 0 may be prepared, as it is listed."""
     last = TransactionDescription(id, "Ongoing", 1, 0, 0, timeout_ms, ())
     requests = SimpleNamespace(cluster_id=lambda _: "c", transactions=lambda *_: [last], describe=lambda *_: {id: last})
