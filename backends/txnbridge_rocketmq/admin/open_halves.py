@@ -343,9 +343,12 @@ def _end_unprepared(
             raise InvalidState(f"transaction {listed.name!r} is open and not prepared: only its writer can commit it")
         topics = _known_topics(listed)
         if _single(listed.halves) and is_published(ender, listed.name, topics, False, deadline):
-            return Outcome.COMMITTED
-        data = halves_as_json(topics)
-        claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
+            # If its owner has decided it since, it may have other messages, which are not published yet (hazard H102).
+            if (claim := ledger.decided(listed.name, deadline, log=listed.origin.log)) is None:
+                return Outcome.COMMITTED
+        else:
+            data = halves_as_json(topics)
+            claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
     if claim.decision is Decision.COMMIT:
         publish_exclusively(ender, listed.name, halves_from_json(claim.data), deadline)
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
