@@ -253,11 +253,16 @@ def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: 
     request = administration.create_topic(topic, queues, kind)
     action = f"setting topic {topic!r} to {queues} partitions"
 
+    def attempt() -> None:
+        # Since an attempt without an answer, another process may have given the topic more queues.
+        route = client.route(topic, deadline.left(), fresh=True)
+        if route is None or [queue.broker for queue in route.readable].count(broker) < queues:
+            client.call(broker, request, deadline.left())
+
     def to_error(error: RemotingError, action: str) -> errors.TxnBridgeError:
-        # The topic may have been created. Creating it twice is harmless.
         return errors.BrokerUnavailable(f"{action}: {error}") if error.may_have_had_effect else translate(error, action)
 
-    retry(lambda: client.call(broker, request, deadline.left()), action, deadline, to_error)
+    retry(attempt, action, deadline, to_error)
 
 
 def _on_one_broker(route: TopicRoute) -> TopicRoute:

@@ -12,7 +12,12 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import Disconnected
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.protocol.codes import RequestCode
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
+from txnbridge_rocketmq.client.routes import TopicRoute
 from txnbridge_rocketmq.topics import RocketMQTopics
 
 from tests.rocketmq.kit import LONG, bodies, settings_for
@@ -90,6 +95,30 @@ def test_a_broker_that_was_not_known_when_the_bridge_was_opened_may_have_a_topic
     client.ask_name_server, client.call = lambda *_: [settings.broker_topic(AWAY)], lambda *_: None
     with pytest.raises(BrokerUnavailable, match=f"broker {AWAY}, which may have the topic"):
         RocketMQTopics(settings, client, HERE).create("orders", 1, Deadline(0.5))
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("begun", [0, 2], ids=["created", "grown"])
+def test_a_topic_that_gets_more_partitions_before_a_request_is_repeated_keeps_them(begun: int) -> None:
+    changes = [begun]  # the topic's number of partitions after each change
+
+    def call(broker: str, request: RpcRequest[Any], timeout: float) -> Any:
+        if request.code == RequestCode.UPDATE_AND_CREATE_TOPIC:
+            changes.append(int(request.fields["readQueueNums"]))
+            if len(changes) == 2:
+                changes.append(8)  # by another process
+                raise Disconnected("the answer was lost", may_have_had_effect=True)
+        return {} if changes[-1] else None
+
+    def route(topic: str, timeout: float, fresh: bool) -> TopicRoute | None:
+        queues = tuple(Queue(topic, HERE, number) for number in range(changes[-1]))
+        return TopicRoute(topic, queues, queues, {}) if queues else None
+
+    client: Any = Mock(brokers=lambda _: {HERE: "h:1"}, seen_brokers=frozenset({HERE}), route=route, call=call)
+    client.ask_name_server = lambda *_: []
+    topics = RocketMQTopics(settings_for("rocketmq://h"), client, HERE)
+    (topics.grow if begun else topics.create)("orders", 4, Deadline(LONG))
+    assert changes == [begun, 4, 8]
 
 
 def write(bridge: Bridge, topic: str, timeout: float) -> Outcome | None:
