@@ -12,12 +12,13 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.errors import Disconnected
+from txnbridge_rocketmq.client.errors import Disconnected, Unreachable
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import RequestCode
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.client.routes import TopicRoute
+from txnbridge_rocketmq.read import rebalance
 from txnbridge_rocketmq.topics import RocketMQTopics
 
 from tests.rocketmq.kit import LONG, bodies, settings_for
@@ -119,6 +120,29 @@ def test_a_topic_that_gets_more_partitions_before_a_request_is_repeated_keeps_th
     topics = RocketMQTopics(settings_for("rocketmq://h"), client, HERE)
     (topics.grow if begun else topics.create)("orders", 4, Deadline(LONG))
     assert changes == [begun, 4, 8]
+
+
+@pytest.mark.offline
+def test_a_broker_that_is_away_keeps_no_member_of_a_group_from_the_queues_of_others(monkeypatch: Any) -> None:
+    here, away = Queue("here", HERE, 0), Queue("away", AWAY, 0)
+    client: Any = Mock(client_id="")
+
+    def call(broker: str, request: RpcRequest[Any], timeout: float) -> Any:
+        if broker == AWAY:
+            raise Unreachable("it is down")
+        return {here} if request.code == RequestCode.LOCK_BATCH_MQ else [client.client_id]
+
+    def open_client(settings: Any, name: str, on_members: Any) -> Any:
+        client.client_id, client.call = name, call
+        return client
+
+    monkeypatch.setattr(rebalance, "open_client", open_client)
+    monkeypatch.setattr(rebalance, "_BROKER_SECONDS", 0.1, raising=False)
+    member = rebalance.Rebalancer(settings_for("rocketmq://h"), "group", ["away", "here"], print, Deadline(LONG))
+    found = member.refresh({"away": [away], "here": [here]}, {("away", 0)}, Deadline(1))
+    assert found.free == {("here", 0)} and found.mine == {("here", 0), ("away", 0)}
+    with pytest.raises(BrokerUnavailable, match="it is down"):
+        member.refresh({"away": [away]}, (), Deadline(0.1))
 
 
 def write(bridge: Bridge, topic: str, timeout: float) -> Outcome | None:

@@ -227,8 +227,9 @@ class RocketMQReader(Reader):
         return self._queues
 
     def _apply(self, result: _RefreshResult) -> None:
+        assigned = result.assignment or QueueAssignment()
         for reader in self._readers.values():
-            reader.is_cut_off = False
+            reader.is_cut_off &= reader.partition in assigned.mine - assigned.free  # its broker did not respond
         if result.assignment is not None:
             self._remove([each for each in self._readers if each in result.assignment.taken], self._listener.lost)
             self._remove([key for key in self._readers if key not in result.assignment.mine], self._listener.revoking)

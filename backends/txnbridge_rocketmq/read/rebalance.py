@@ -37,6 +37,8 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 5.0
 # How often a member refreshes its assignment and locks. Brokers tell changes at once, and keep a lock a minute.
 REFRESH_SECONDS = 1.0
+# Timeout of one broker's part of a refresh, if there are several: one that is away keeps no partition of the others.
+_BROKER_SECONDS = 3.0
 # The wait between two attempts to get a lock.
 _LOCK_RETRY_SECONDS = 0.1
 # Interval and timeout of probes of another member. For a member that is asleep, the broker answers after ten seconds.
@@ -127,13 +129,22 @@ class Rebalancer:
     ) -> QueueAssignment:
         """Return this member's assignment, and renew its locks. `holding` are the partitions that it reads now.
 
+        Of these, the assignment has those of a broker that does not respond as `mine`, and not as `free` or `taken`.
         Raise `InvalidOption` if a member of another application reads these topics in the same group.
         """
         self._changed.clear()
-        assignment = QueueAssignment()
-        for broker in sorted({each.broker for here in queues.values() for each in here}):
+        assignment, failures = QueueAssignment(), list[BrokerUnavailable]()
+        brokers = sorted({each.broker for here in queues.values() for each in here})
+        for broker in brokers:
             here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
-            assignment |= self._refresh_broker(broker, here, holding, deadline)
+            share = deadline if len(brokers) == 1 else Deadline(min(deadline.left(), _BROKER_SECONDS))
+            try:
+                assignment |= self._refresh_broker(broker, here, holding, share)
+            except BrokerUnavailable as error:
+                failures.append(error)
+                assignment |= QueueAssignment(frozenset(each for each in holding if each[0] in here))
+        if failures and len(failures) == len(brokers):
+            raise failures[-1]
         waiting = assignment.mine - assignment.free
         self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
         self._refresh_at = time.monotonic() + (_LOCK_RETRY_SECONDS if waiting else REFRESH_SECONDS)
