@@ -242,8 +242,7 @@ def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline
 def create_topic_on(client: RemotingClient, broker: str, topic: str, count: int, kind: str, deadline: Deadline) -> bool:
     """Create a topic on a broker. Return False if the broker has it: creating it again would change its settings."""
     request = administration.topic_attributes(topic_name(topic))
-    action = f"creating topic {topic!r}"
-    if retry_call(client, broker, request, action, deadline) is not None:
+    if retry_call(client, broker, request, f"creating topic {topic!r}", deadline) is not None:
         return False
     _change(client, broker, topic, count, kind, deadline)
     return True

@@ -40,8 +40,7 @@ class CheckBackHandler:
         self._ender = ender
         self._cluster = ender.cluster
         self._timing = ender.cluster.settings.timing
-        settings = ender.cluster.settings
-        self._group = settings.producer_group
+        self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
         self._lost: OrderedDict[str, float] = OrderedDict()  # transactions that were reported as lost
         self._warned: set[str] = set()  # producer groups with other clients in them

@@ -149,8 +149,7 @@ class RocketMQReader(Reader):
         room = _MOST_POLL_BYTES
         for reader in self._rotated(self._readers.values()):
             while len(messages) < limit and room > 0 and reader.has_message:
-                message = reader.hand_out()
-                if message is not None:
+                if (message := reader.hand_out()) is not None:
                     messages.append(message)
                     room -= len(message.value or b"")
         return messages

@@ -115,8 +115,7 @@ class Rebalancer:
 
     def _join(self, deadline: Deadline) -> None:
         membership = Membership(consumers={self._group: frozenset(self._topics)})
-        action = f"joining group {self._user_group!r}"
-        retry(lambda: self.client.join(membership, deadline.left()), action, deadline)
+        retry(lambda: self.client.join(membership, deadline.left()), f"joining group {self._user_group!r}", deadline)
 
     def due_in(self) -> float:
         """Return the seconds until `refresh` is to be called; 0 after a change of members."""
@@ -207,8 +206,7 @@ class Rebalancer:
                 )
 
     def _has_waited(self, queue: Queue) -> bool:
-        since = self._waits.setdefault(_partition(queue), time.monotonic())
-        return time.monotonic() - since >= self._lock_timeout
+        return time.monotonic() - self._waits.setdefault(_partition(queue), time.monotonic()) >= self._lock_timeout
 
     def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
         return retry_call(self.client, broker, request, f"looking at group {self._user_group!r}", deadline)
