@@ -122,27 +122,47 @@ def test_a_topic_that_gets_more_partitions_before_a_request_is_repeated_keeps_th
     assert changes == [begun, 4, 8]
 
 
-@pytest.mark.offline
-def test_a_broker_that_is_away_keeps_no_member_of_a_group_from_the_queues_of_others(monkeypatch: Any) -> None:
-    here, away = Queue("here", HERE, 0), Queue("away", AWAY, 0)
-    client: Any = Mock(client_id="")
+@pytest.fixture
+def member(monkeypatch: Any) -> Any:
+    """Return a group's only member. Tests set `client.call`; `locked` has what it gets by default."""
+    client: Any = Mock(locked={Queue("here", HERE, number) for number in range(2)})
 
     def call(broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         if broker == AWAY:
             raise Unreachable("it is down")
-        return {here} if request.code == RequestCode.LOCK_BATCH_MQ else [client.client_id]
+        locks = request.code == RequestCode.LOCK_BATCH_MQ
+        if locks and client.locked is None:
+            raise Unreachable("it went down")
+        return client.locked if locks else [client.client_id]
 
-    def open_client(settings: Any, name: str, on_members: Any) -> Any:
-        client.client_id, client.call = name, call
-        return client
+    client.call = call
+    monkeypatch.setattr(rebalance, "open_client", lambda _, name, on: client.configure_mock(client_id=name) or client)
+    monkeypatch.setattr(rebalance, "_BROKER_SECONDS", 0.1)
+    return rebalance.Rebalancer(settings_for("rocketmq://h"), "group", ["away", "here"], print, Deadline(LONG))
 
-    monkeypatch.setattr(rebalance, "open_client", open_client)
-    monkeypatch.setattr(rebalance, "_BROKER_SECONDS", 0.1, raising=False)
-    member = rebalance.Rebalancer(settings_for("rocketmq://h"), "group", ["away", "here"], print, Deadline(LONG))
-    found = member.refresh({"away": [away], "here": [here]}, {("away", 0)}, Deadline(1))
+
+@pytest.mark.offline
+def test_a_broker_that_is_away_keeps_no_member_of_a_group_from_the_queues_of_others(member: Any) -> None:
+    queues = {"away": [Queue("away", AWAY, 0)], "here": [Queue("here", HERE, 0)]}
+    found = member.refresh(queues, {("away", 0)}, Deadline(1))
     assert found.free == {("here", 0)} and found.mine == {("here", 0), ("away", 0)}
+    del queues["here"]
     with pytest.raises(BrokerUnavailable, match="it is down"):
-        member.refresh({"away": [away]}, (), Deadline(0.1))
+        member.refresh(queues, (), Deadline(0.1))
+
+
+@pytest.mark.offline
+def test_a_lock_that_was_lost_behind_a_renewal_without_an_answer_is_noticed(member: Any) -> None:
+    queues, holding = {"here": [Queue("here", HERE, number) for number in range(2)]}, {("here", 0), ("here", 1)}
+    member.refresh(queues, holding, Deadline(1))
+    member.client.locked = None
+    with pytest.raises(BrokerUnavailable, match="it went down"):
+        member.refresh(queues, holding, Deadline(0.1))
+    member.client.locked, ids = set(), [member.client.client_id, member.client.client_id.replace("-", "-0")]
+    call = member.client.call
+    member.client.call = lambda *given: call(*given) if given[1].code == RequestCode.LOCK_BATCH_MQ else ids
+    found = member.refresh(queues, holding, Deadline(1))
+    assert found.taken == found.mine and len(found.mine) == 1
 
 
 def write(bridge: Bridge, topic: str, timeout: float) -> Outcome | None:

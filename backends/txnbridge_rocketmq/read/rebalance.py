@@ -165,9 +165,8 @@ class Rebalancer:
             wanted += assign(topic_queues, readers, asleep).get(me, ())
             if share.living.intersection(readers) == {me}:
                 alone.add(topic)  # locks on this topic can only be those of dead members
-        before, share.locked = share.locked, set()
-        if wanted:
-            share.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
+        locked = self._call(broker, groups.lock(self._group, me, wanted), deadline) if wanted else set()
+        before, share.locked = share.locked, locked
         free = {queue for queue in wanted if queue in share.locked or queue.topic in alone or self._has_waited(queue)}
         refused = {queue for queue in wanted if queue not in free and _partition(queue) in holding}
         return QueueAssignment(
