@@ -49,8 +49,7 @@ class RocketMQCluster:
 
     def ledger(self, transaction: str, log: Mapping[str, Any]) -> Ledger:
         """Return the ledger of a transaction's owner: the owner's records in the decision log that `log` names."""
-        application = str(log.get("log") or self.settings.application)
-        return self.context.ledger(application, transaction.rsplit("/", 2)[0])
+        return self.context.ledger(str(log.get("log") or self.settings.application), transaction.rsplit("/", 2)[0])
 
 
 def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:
@@ -206,8 +205,7 @@ def _store_on_all(
     identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
     """Store the identity on all brokers that are up. On other brokers, a bridge that connects later stores it."""
-    topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
-    route = route_of(client, topic, deadline)
+    route = route_of(client, f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}", deadline)
     for broker in brokers:
         if route is None or broker not in route.masters:
             try:

@@ -194,8 +194,7 @@ class RocketMQHalfStore(HalfStore):
         if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, half_buffer.halves_as_json([]), deadline, log=origin.log)
         if self._is_over(transaction, claim, prepared, deadline):
-            home = self._cluster.topics.home
-            self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
+            self._ender.drop([(check.broker or self._cluster.topics.home, check.half) for check in checks], deadline)
             return None
         return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
 
@@ -220,11 +219,10 @@ class RocketMQHalfStore(HalfStore):
         prepared: PrepareRecord,
         deadline: Deadline,
     ) -> Half:
-        copies = self._ender.copies(transaction, prepared.topics, deadline)
         return Half(
             group,
             transaction,
-            [_message(copy) for copy in copies],
+            [_message(copy) for copy in self._ender.copies(transaction, prepared.topics, deadline)],
             int(time.time() * 1000),
             origin.deadline,
             checks=int(record.properties.get(Property.CHECKS, 0) or 0),
@@ -250,8 +248,7 @@ class RocketMQHalfStore(HalfStore):
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
         """Yield the half messages of a group, of all applications, for which the broker stopped its check-backs."""
         for listed in list_open(self._cluster, deadline):
-            producer_group = listed.halves[0].record.properties.get(Property.GROUP, "")
-            named = self._cluster.settings.group_of_halves(producer_group)
+            named = self._cluster.settings.group_of_halves(listed.halves[0].record.properties.get(Property.GROUP, ""))
             if listed.state == "discarded" and named is not None and named[1] == group:
                 yield listed
 

@@ -242,8 +242,7 @@ def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline
 def create_topic_on(client: RemotingClient, broker: str, topic: str, count: int, kind: str, deadline: Deadline) -> bool:
     """Create a topic on a broker. Return False if the broker has it: creating it again would change its settings."""
     request = administration.topic_attributes(topic_name(topic))
-    action = f"creating topic {topic!r}"
-    if retry_call(client, broker, request, action, deadline) is not None:
+    if retry_call(client, broker, request, f"creating topic {topic!r}", deadline) is not None:
         return False
     _change(client, broker, topic, count, kind, deadline)
     return True
@@ -253,11 +252,16 @@ def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: 
     request = administration.create_topic(topic, queues, kind)
     action = f"setting topic {topic!r} to {queues} partitions"
 
+    def attempt() -> None:
+        # Since an attempt without an answer, another process may have given the topic more queues.
+        route = client.route(topic, deadline.left(), fresh=True)
+        if route is None or [queue.broker for queue in route.readable].count(broker) < queues:
+            client.call(broker, request, deadline.left())
+
     def to_error(error: RemotingError, action: str) -> errors.TxnBridgeError:
-        # The topic may have been created. Creating it twice is harmless.
         return errors.BrokerUnavailable(f"{action}: {error}") if error.may_have_had_effect else translate(error, action)
 
-    retry(lambda: client.call(broker, request, deadline.left()), action, deadline, to_error)
+    retry(attempt, action, deadline, to_error)
 
 
 def _on_one_broker(route: TopicRoute) -> TopicRoute:

@@ -5,14 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from txnbridge_rocketmq.admin import open_halves
+from txnbridge_rocketmq.admin.open_halves import PendingHalf, end_open
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.outcome import outcome
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.write import half_buffer
+from txnbridge_rocketmq.write.transaction_properties import origin_of
 
 from tests.core.decisions_kit import MemoryLog
-from tests.rocketmq.half_broker import HalfBroker, Process, send
+from tests.failing import answer_calls
+from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, send
 from txnbridge.errors import EvidenceLost, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Decision, Ledger, Outcome, Status, Token, TokenState
 
@@ -252,6 +256,34 @@ def test_a_message_published_behind_a_look_is_not_aborted_by_the_clock_after_it(
         assert status(owner, writer).state is TokenState.UNKNOWN
     assert log.next == before
     assert status(owner, writer).state is TokenState.COMMITTED
+
+
+@pytest.mark.parametrize("by", ["a check-back", "an administrator"])
+def test_a_commit_of_several_messages_is_not_taken_for_one_without_a_decision(owner, other, broker, by, monkeypatch):
+    writer = begin(owner, 1, b"1", b"2", timeout=30)
+    writer.flush(Deadline(60))
+    checks = broker.ask()
+
+    def die_between_two_ends(request: RpcRequest[Any]) -> None:
+        if request.code == END and broker.published:
+            raise Killed
+
+    def commit(request: RpcRequest[Any]) -> None:
+        if request.code == RequestCode.QUERY_MESSAGE:  # the other process has read the log, and looks the first one up
+            broker.fault = die_between_two_ends
+            with pytest.raises(Killed):
+                writer.commit(Deadline(60))
+            broker.fault = lambda request: None
+
+    broker.fault = commit
+    if by == "a check-back":
+        other.checks.answer(checks)
+    else:
+        answer_calls(monkeypatch, open_halves, "_drop_all")  # this would also drop the second one
+        found = [PendingHalf(HOME, checks[0].record)]
+        listed = open_halves.OpenHalves("owner/x/1", "open", found, origin_of(found[0].record))
+        end_open(other.ender, listed, Decision.ABORT, Deadline(60))
+    assert broker.seen("a") == [b"1", b"2"]
 
 
 def test_an_owner_that_sleeps_until_another_has_aborted_is_told_so(owner, other, broker):

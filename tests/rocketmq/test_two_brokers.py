@@ -12,7 +12,13 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import Disconnected, Unreachable
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.protocol.codes import RequestCode
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
+from txnbridge_rocketmq.client.routes import TopicRoute
+from txnbridge_rocketmq.read import rebalance
 from txnbridge_rocketmq.topics import RocketMQTopics
 
 from tests.rocketmq.kit import LONG, bodies, settings_for
@@ -90,6 +96,73 @@ def test_a_broker_that_was_not_known_when_the_bridge_was_opened_may_have_a_topic
     client.ask_name_server, client.call = lambda *_: [settings.broker_topic(AWAY)], lambda *_: None
     with pytest.raises(BrokerUnavailable, match=f"broker {AWAY}, which may have the topic"):
         RocketMQTopics(settings, client, HERE).create("orders", 1, Deadline(0.5))
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("begun", [0, 2], ids=["created", "grown"])
+def test_a_topic_that_gets_more_partitions_before_a_request_is_repeated_keeps_them(begun: int) -> None:
+    changes = [begun]  # the topic's number of partitions after each change
+
+    def call(broker: str, request: RpcRequest[Any], timeout: float) -> Any:
+        if request.code == RequestCode.UPDATE_AND_CREATE_TOPIC:
+            changes.append(int(request.fields["readQueueNums"]))
+            if len(changes) == 2:
+                changes.append(8)  # by another process
+                raise Disconnected("the answer was lost", may_have_had_effect=True)
+        return {} if changes[-1] else None
+
+    def route(topic: str, timeout: float, fresh: bool) -> TopicRoute | None:
+        queues = tuple(Queue(topic, HERE, number) for number in range(changes[-1]))
+        return TopicRoute(topic, queues, queues, {}) if queues else None
+
+    client: Any = Mock(brokers=lambda _: {HERE: "h:1"}, seen_brokers=frozenset({HERE}), route=route, call=call)
+    client.ask_name_server = lambda *_: []
+    topics = RocketMQTopics(settings_for("rocketmq://h"), client, HERE)
+    (topics.grow if begun else topics.create)("orders", 4, Deadline(LONG))
+    assert changes == [begun, 4, 8]
+
+
+@pytest.fixture
+def member(monkeypatch: Any) -> Any:
+    """Return a group's only member. Tests set `client.call`; `locked` has what it gets by default."""
+    client: Any = Mock(locked={Queue("here", HERE, number) for number in range(2)})
+
+    def call(broker: str, request: RpcRequest[Any], timeout: float) -> Any:
+        if broker == AWAY:
+            raise Unreachable("it is down")
+        locks = request.code == RequestCode.LOCK_BATCH_MQ
+        if locks and client.locked is None:
+            raise Unreachable("it went down")
+        return client.locked if locks else [client.client_id]
+
+    client.call = call
+    monkeypatch.setattr(rebalance, "open_client", lambda _, name, on: client.configure_mock(client_id=name) or client)
+    monkeypatch.setattr(rebalance, "_BROKER_SECONDS", 0.1)
+    return rebalance.Rebalancer(settings_for("rocketmq://h"), "group", ["away", "here"], print, Deadline(LONG))
+
+
+@pytest.mark.offline
+def test_a_broker_that_is_away_keeps_no_member_of_a_group_from_the_queues_of_others(member: Any) -> None:
+    queues = {"away": [Queue("away", AWAY, 0)], "here": [Queue("here", HERE, 0)]}
+    found = member.refresh(queues, {("away", 0)}, Deadline(1))
+    assert found.free == {("here", 0)} and found.mine == {("here", 0), ("away", 0)}
+    del queues["here"]
+    with pytest.raises(BrokerUnavailable, match="it is down"):
+        member.refresh(queues, (), Deadline(0.1))
+
+
+@pytest.mark.offline
+def test_a_lock_that_was_lost_behind_a_renewal_without_an_answer_is_noticed(member: Any) -> None:
+    queues, holding = {"here": [Queue("here", HERE, number) for number in range(2)]}, {("here", 0), ("here", 1)}
+    member.refresh(queues, holding, Deadline(1))
+    member.client.locked = None
+    with pytest.raises(BrokerUnavailable, match="it went down"):
+        member.refresh(queues, holding, Deadline(0.1))
+    member.client.locked, ids = set(), [member.client.client_id, member.client.client_id.replace("-", "-0")]
+    call = member.client.call
+    member.client.call = lambda *given: call(*given) if given[1].code == RequestCode.LOCK_BATCH_MQ else ids
+    found = member.refresh(queues, holding, Deadline(1))
+    assert found.taken == found.mine and len(found.mine) == 1
 
 
 def write(bridge: Bridge, topic: str, timeout: float) -> Outcome | None:

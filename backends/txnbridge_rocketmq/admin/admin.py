@@ -138,8 +138,7 @@ class RocketMQAdmin(Admin):
 
         Raise `NotFound` if the transaction is not listed, `InvalidState` if it has no discarded halves.
         """
-        listed = self._named(transaction, deadline)
-        count = open_halves.resume_check_backs(self._cluster, listed, deadline)
+        count = open_halves.resume_check_backs(self._cluster, self._named(transaction, deadline), deadline)
         if not count:
             raise InvalidState(f"the broker has not discarded any half of transaction {transaction!r}")
         return f"the broker sends check-backs again for {count} halves of {transaction}"

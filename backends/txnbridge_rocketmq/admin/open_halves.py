@@ -137,8 +137,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> list[
     A half is open if the broker's check-back service has not passed its record, and no op message names the record. A
     half message that needs no decision in the log is left out if a look-up finds that its message is published.
     """
-    halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
-    records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
+    records = _records(cluster, broker, HALF_TOPIC, _service_offset(cluster, broker, HALF_TOPIC, deadline), deadline)
     pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
     if not pending:
         return []
@@ -240,8 +239,7 @@ def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, d
 
 def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
     """Return a listed transaction in the form that `Admin.transactions` returns."""
-    record = listed.halves[0].record
-    group = record.properties.get(Property.GROUP, "")
+    group = listed.halves[0].record.properties.get(Property.GROUP, "")
     prepared = listed.prepared
     return OpenTransaction(
         transaction=listed.name,
@@ -343,9 +341,11 @@ def _end_unprepared(
             raise InvalidState(f"transaction {listed.name!r} is open and not prepared: only its writer can commit it")
         topics = _known_topics(listed)
         if _single(listed.halves) and is_published(ender, listed.name, topics, False, deadline):
-            return Outcome.COMMITTED
-        data = halves_as_json(topics)
-        claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
+            # If its owner has decided it since, it may have other messages, which are not published yet (hazard H102).
+            if (claim := ledger.decided(listed.name, deadline, log=listed.origin.log)) is None:
+                return Outcome.COMMITTED
+        else:
+            claim = ledger.claim(listed.name, Decision.ABORT, halves_as_json(topics), deadline, log=listed.origin.log)
     if claim.decision is Decision.COMMIT:
         publish_exclusively(ender, listed.name, halves_from_json(claim.data), deadline)
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED

@@ -40,8 +40,7 @@ class CheckBackHandler:
         self._ender = ender
         self._cluster = ender.cluster
         self._timing = ender.cluster.settings.timing
-        settings = ender.cluster.settings
-        self._group = settings.producer_group
+        self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
         self._lost: OrderedDict[str, float] = OrderedDict()  # transactions that were reported as lost
         self._warned: set[str] = set()  # producer groups with other clients in them
@@ -141,7 +140,9 @@ class CheckBackHandler:
             return claim
         decides = was_over or _is_abandoned(ledger, transaction, origin, deadline)
         if self._is_published(transaction, broker, half, deadline, twice=decides):
-            self._ender.remember_settled(transaction)
+            # If its owner has decided it since, it may have other messages, which are not published yet (hazard H102).
+            if (claim := ledger.decided(transaction, deadline, log=origin.log)) is None:
+                self._ender.remember_settled(transaction)
         elif decides:
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)

@@ -332,8 +332,7 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
             return Status(TokenState.COMMITTED, reason="its message is published")
         if claim is None and was_over:
             # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).
-            data = halves_as_json([])
-            claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
+            claim = ledger.claim(token.transaction, Decision.ABORT, halves_as_json([]), deadline, log=_log_of(token))
     except errors.EvidenceLost as error:
         return Status(TokenState.UNKNOWN, reason=str(error), permanent=True)
     except (errors.OutcomeUnknown, errors.BrokerUnavailable, errors.AccessDenied) as error:

@@ -73,8 +73,7 @@ class ProducerGroups:
             self._register(deadline)
 
     def _register(self, deadline: Deadline) -> None:
-        membership = Membership(self.groups)
-        retry(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)
+        retry(lambda: self._client.join(Membership(self.groups), deadline.left()), "joining groups", deadline)
 
     def strangers(self, groups: Iterable[str], deadline: Deadline, *, strict: bool = False) -> dict[str, list[str]]:
         """Return the client ids of other clients, which are no bridges, in these producer groups, by group.

@@ -163,11 +163,10 @@ class QueueReader:
     def _has_room(self) -> bool:
         if not self._pulls:
             return len(self._ready) < _MOST_READ_AHEAD and self._bytes < _MOST_READ_AHEAD_BYTES
-        asked = sum(pull.count for pull in self._pulls)
         return (
             self._pulls[-1].at + self._pulls[-1].count < self._end
             and len(self._pulls) < _MOST_PULLS
-            and len(self._ready) + asked < _MOST_READ_AHEAD
+            and len(self._ready) + sum(pull.count for pull in self._pulls) < _MOST_READ_AHEAD
             and self._bytes < _MOST_READ_AHEAD_BYTES
         )
 

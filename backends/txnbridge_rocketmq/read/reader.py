@@ -149,8 +149,7 @@ class RocketMQReader(Reader):
         room = _MOST_POLL_BYTES
         for reader in self._rotated(self._readers.values()):
             while len(messages) < limit and room > 0 and reader.has_message:
-                message = reader.hand_out()
-                if message is not None:
+                if (message := reader.hand_out()) is not None:
                     messages.append(message)
                     room -= len(message.value or b"")
         return messages
@@ -227,8 +226,9 @@ class RocketMQReader(Reader):
         return self._queues
 
     def _apply(self, result: _RefreshResult) -> None:
+        assigned = result.assignment or QueueAssignment()
         for reader in self._readers.values():
-            reader.is_cut_off = False
+            reader.is_cut_off &= reader.partition in assigned.mine - assigned.free  # its broker did not respond
         if result.assignment is not None:
             self._remove([each for each in self._readers if each in result.assignment.taken], self._listener.lost)
             self._remove([key for key in self._readers if key not in result.assignment.mine], self._listener.revoking)

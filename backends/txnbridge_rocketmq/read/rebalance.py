@@ -37,6 +37,8 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 5.0
 # How often a member refreshes its assignment and locks. Brokers tell changes at once, and keep a lock a minute.
 REFRESH_SECONDS = 1.0
+# Timeout of one broker's part of a refresh, if there are several: one that is away keeps no partition of the others.
+_BROKER_SECONDS = 3.0
 # The wait between two attempts to get a lock.
 _LOCK_RETRY_SECONDS = 0.1
 # Interval and timeout of probes of another member. For a member that is asleep, the broker answers after ten seconds.
@@ -113,8 +115,7 @@ class Rebalancer:
 
     def _join(self, deadline: Deadline) -> None:
         membership = Membership(consumers={self._group: frozenset(self._topics)})
-        action = f"joining group {self._user_group!r}"
-        retry(lambda: self.client.join(membership, deadline.left()), action, deadline)
+        retry(lambda: self.client.join(membership, deadline.left()), f"joining group {self._user_group!r}", deadline)
 
     def due_in(self) -> float:
         """Return the seconds until `refresh` is to be called; 0 after a change of members."""
@@ -127,13 +128,22 @@ class Rebalancer:
     ) -> QueueAssignment:
         """Return this member's assignment, and renew its locks. `holding` are the partitions that it reads now.
 
+        Of these, the assignment has those of a broker that does not respond as `mine`, and not as `free` or `taken`.
         Raise `InvalidOption` if a member of another application reads these topics in the same group.
         """
         self._changed.clear()
-        assignment = QueueAssignment()
-        for broker in sorted({each.broker for here in queues.values() for each in here}):
+        assignment, failures = QueueAssignment(), list[BrokerUnavailable]()
+        brokers = sorted({each.broker for here in queues.values() for each in here})
+        for broker in brokers:
             here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
-            assignment |= self._refresh_broker(broker, here, holding, deadline)
+            share = deadline if len(brokers) == 1 else Deadline(min(deadline.left(), _BROKER_SECONDS))
+            try:
+                assignment |= self._refresh_broker(broker, here, holding, share)
+            except BrokerUnavailable as error:
+                failures.append(error)
+                assignment |= QueueAssignment(frozenset(each for each in holding if each[0] in here))
+        if failures and len(failures) == len(brokers):
+            raise failures[-1]
         waiting = assignment.mine - assignment.free
         self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
         self._refresh_at = time.monotonic() + (_LOCK_RETRY_SECONDS if waiting else REFRESH_SECONDS)
@@ -155,9 +165,8 @@ class Rebalancer:
             wanted += assign(topic_queues, readers, asleep).get(me, ())
             if share.living.intersection(readers) == {me}:
                 alone.add(topic)  # locks on this topic can only be those of dead members
-        before, share.locked = share.locked, set()
-        if wanted:
-            share.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
+        locked = self._call(broker, groups.lock(self._group, me, wanted), deadline) if wanted else set()
+        before, share.locked = share.locked, locked
         free = {queue for queue in wanted if queue in share.locked or queue.topic in alone or self._has_waited(queue)}
         refused = {queue for queue in wanted if queue not in free and _partition(queue) in holding}
         return QueueAssignment(
@@ -196,8 +205,7 @@ class Rebalancer:
                 )
 
     def _has_waited(self, queue: Queue) -> bool:
-        since = self._waits.setdefault(_partition(queue), time.monotonic())
-        return time.monotonic() - since >= self._lock_timeout
+        return time.monotonic() - self._waits.setdefault(_partition(queue), time.monotonic()) >= self._lock_timeout
 
     def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
         return retry_call(self.client, broker, request, f"looking at group {self._user_group!r}", deadline)

@@ -47,8 +47,7 @@ class HalfCount:
 
 def halves_as_json(topics: Sequence[HalfCount]) -> dict[str, Any]:
     """Return the content of a decision log record: the halves by topic, and the current time."""
-    halves = [[each.topic, each.broker, each.count] for each in topics]
-    return {"halves": halves, "at": int(time.time() * 1000)}
+    return {"halves": [[each.topic, each.broker, each.count] for each in topics], "at": int(time.time() * 1000)}
 
 
 def halves_from_json(data: Mapping[str, Any]) -> list[HalfCount]:
@@ -148,8 +147,7 @@ class HalfBuffer:
         self._store(held, deadline)
 
     def _store(self, halves: Sequence[_HalfInFlight], deadline: Deadline) -> None:
-        asked = [(half.queue.broker, half.request) for half in halves]
-        results = self.client.call_all(asked, deadline.left())
+        results = self.client.call_all([(half.queue.broker, half.request) for half in halves], deadline.left())
         for half, result in zip(halves, results, strict=True):
             half.result = result
 
@@ -172,11 +170,8 @@ class HalfBuffer:
         ours = translate(error, "sending a message")
         if isinstance(ours, AccessDenied):
             raise ours from error
-        if (
-            not isinstance(ours, BrokerUnavailable)
-            or isinstance(ours, StorageFailed)
-            or deadline.left() <= _RETRY_PAUSE
-        ):
+        passing = isinstance(ours, BrokerUnavailable) and not isinstance(ours, StorageFailed)
+        if not passing or deadline.left() <= _RETRY_PAUSE:
             raise DeliveryFailed(str(ours)) from error
 
     def stored(self) -> list[tuple[Queue, Sequence[HalfAddress]]]:

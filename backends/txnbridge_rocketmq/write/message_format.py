@@ -155,8 +155,7 @@ def _holds_separator(text: str) -> bool:
 
 
 def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
-    pairs = [*properties.items(), *own.items()]
-    size = sum(len(name.encode()) + len(text.encode()) + 2 for name, text in pairs)
+    size = sum(len(name.encode()) + len(text.encode()) + 2 for name, text in [*properties.items(), *own.items()])
     if size > _PROPERTY_BYTES:
         raise InvalidOption(
             f"headers and key take {size} bytes as RocketMQ stores them; at most {_PROPERTY_BYTES} bytes are allowed"

@@ -110,8 +110,7 @@ def send_together(messages: Sequence[WireMessage], group: str, queue: int) -> Rp
 def _packed(message: WireMessage) -> bytes:
     """Return a message encoded as a part of a batch."""
     properties = pack_properties(_properties(message)).encode()
-    size = 22 + len(message.body) + len(properties)
-    head = struct.pack(">iiiii", size, 0, 0, 0, len(message.body))
+    head = struct.pack(">iiiii", 22 + len(message.body) + len(properties), 0, 0, 0, len(message.body))
     return head + message.body + struct.pack(">H", len(properties)) + properties
 
 
