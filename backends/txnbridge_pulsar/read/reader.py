@@ -253,7 +253,7 @@ class PulsarReader(Reader):
     def _start_work(self) -> None:
         partitions = self._partitions.values()
         over = {each for each in partitions if each.overcount > MAX_OVERCOUNT and each.is_idle}
-        lost = [partition for partition in partitions if partition.consumer.lost is not None or partition in over]
+        lost = [each for each in partitions if each.consumer.lost or each.consumer.stray or each in over]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
         check_topics = time.monotonic() >= self._check_partitions_at
@@ -338,6 +338,7 @@ class PulsarReader(Reader):
         self._check_exists(partition.key, partition.topic, deadline)
         self._check_subscription(partition.key, partition.topic, deadline)
         self._mode.check_kept(partition, deadline)
+        partition.consumer.go_back()
         partition.consumer.reopen(deadline.left())
         self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
 
@@ -375,9 +376,16 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
-        """Have brokers redeliver partitions in which the last two checks found messages that the reader never got."""
+        """Have brokers redeliver partitions in which the last two checks found messages that the reader never got.
+
+        Acknowledge chunks of messages of which the group does not get the first chunks, because they are before its
+        start or acknowledged.
+        """
         for partition in partitions:
             with self._guard:
+                if partition.is_assigned and partition.mark_delete is not None:
+                    with suppress(wire.BrokerConnectionLost):
+                        partition.consumer.acknowledge_strays(partition.mark_delete)
                 if partition.is_assigned and partition.is_behind and partition.is_idle and partition.consumer.all_taken:
                     self._mode.redeliver(partition)
 
@@ -507,7 +515,8 @@ class PulsarReader(Reader):
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
         ours = partition.waiting + partition.outstanding
         unacknowledged = self._mode.grouped and _entries(done, end) > 0
-        return max(int(unacknowledged), ours + _entries(max(partition.received, done), end))
+        received = max(partition.received, partition.consumer.heard[:2], done)
+        return max(int(unacknowledged), ours + _entries(received, end))
 
     def ack_context(self) -> PulsarAckContext:
         return self._context

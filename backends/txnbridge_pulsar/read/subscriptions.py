@@ -208,6 +208,7 @@ class FailoverMode(SubscriptionMode):
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
         except wire.ConsumerBusy:
             return  # the group has members, or another client is setting the position
+        alone.joins_chunks = False  # the group begins before the first chunk of its first message
         with wire.closing(alone, deadline.left):
             last, acknowledged = alone.progress(deadline.left())
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
@@ -298,7 +299,9 @@ def _last_before(
 
 
 def _times(entry: wire.ReceivedEntry) -> list[tuple[int, wire.MessageId]]:
-    """Return the times and ids of an entry's messages; of an entry that cannot be read, its own."""
+    """Return the times and ids of an entry's messages; of a chunk, or an entry that cannot be read, its own."""
+    if entry.chunk is not None:
+        return [(wire.ReceivedMessage(entry, -1, b"", entry.metadata).event_time or entry.publish_time, entry.id)]
     try:
         return [(message.event_time or entry.publish_time, message.id) for message in entry.messages()]
     except wire.PulsarError:  # a member that reaches the entry gets this error
