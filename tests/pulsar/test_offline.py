@@ -1146,7 +1146,7 @@ WHOLE = sorted([*WHOLE, (9, 0, 0), (9, 4, 0), (9, 5, 0)])
 
 
 @pytest.mark.parametrize("start", [(7, 0), (7, 20), (7, 22), (7, 30), (8, 5), *((9, number) for number in range(8))])
-def test_a_reader_without_a_group_gets_each_message_whose_last_chunk_is_behind_its_start(start) -> None:
+def test_a_reader_without_a_group_gets_each_message_whose_last_chunk_is_behind_its_start(caplog, start) -> None:
     def flow(peer: Peer, fields: dict[str, Any]) -> None:
         id = fields["consumer_id"]
         for ledger, number, uuid, chunk in STORED:
@@ -1159,17 +1159,25 @@ def test_a_reader_without_a_group_gets_each_message_whose_last_chunk_is_behind_i
         sent[fields["consumer_id"]] = at.ledger, at.entry
         peer.answer(fields, "success")
 
+    def close(peer: Peer, fields: dict[str, Any]) -> None:
+        sent.pop(fields["consumer_id"], None)
+        peer.answer(fields, "success")
+
+    def tell_end(peer: Peer, fields: dict[str, Any]) -> None:
+        if fields["consumer_id"] in sent:
+            peer.answer(fields, "get_last_message_id_response", last_message_id={"ledger_id": 9, "entry_id": 6})
+        else:
+            peer.answer(fields, "error", error=1, message="Consumer not found")
+
     sent: dict[int, tuple[int, int]] = {}
-    told = {"last_message_id": {"ledger_id": 9, "entry_id": 6}}
     with member_of([1], set(), None) as (member, broker, _):
-        broker.handlers.update(
-            flow=flow, subscribe=subscribe, get_last_message_id=replies("get_last_message_id_response", **told)
-        )
+        broker.handlers.update(flow=flow, subscribe=subscribe, close_consumer=close, get_last_message_id=tell_end)
         member.seek({("t", 0): (*start, 0)})
-        expected = [position for position in WHOLE if position >= (*start, 0)]
-        found = member.take(len(expected), SOON / 4)
-        found += member.until(lambda: not member.lag(Deadline(SOON))["t", 0], SOON / 4)
+        found = member.until(lambda: not member.lag(Deadline(SOON))["t", 0], SOON / 4)
+        assert not member.poll()
+    expected = [position for position in WHOLE if position >= (*start, 0)]
     assert [message.position for message in found] == expected
+    assert ("lost at 7:20" in caplog.text) == (start <= (7, 20))
 
 
 @pytest.mark.parametrize(

@@ -505,6 +505,8 @@ class PulsarReader(Reader):
         return partition
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        if self._work is not None and not self._mode.grouped:  # it may reopen consumers, which then go back
+            self._work.join(deadline.left())
         with translated("asking for the lag"):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
