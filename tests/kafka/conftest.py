@@ -10,6 +10,8 @@ from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_kafka import backend
 from txnbridge_kafka.settings import Timing, read
 
+from tests.kafka.kit import plain_admin
+
 HERE = Path(__file__).parent
 
 
@@ -48,11 +50,16 @@ def topics_go_with_their_tests(request: pytest.FixtureRequest) -> Iterator[None]
         return
     broker: brokers.Broker = request.getfixturevalue("kafka_broker")
     yield
-    admin = AdminClient({"bootstrap.servers": broker.url.removeprefix("kafka://")})
+    admin = plain_admin(broker)
     topics = [topic for topic in admin.list_topics(timeout=30).topics if not topic.startswith("__")]
     if topics:
         for deleted in admin.delete_topics(topics, request_timeout=60).values():
             deleted.result()
+
+
+@pytest.fixture
+def admin(kafka_broker: brokers.Broker) -> AdminClient:
+    return plain_admin(kafka_broker)
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
 """Helpers that look behind the public interface."""
 
+import logging
 from collections.abc import Collection
 from threading import Thread
+from typing import Any
 from weakref import finalize
 
 import pytest
-from txnbridge_conformance import brokers
+from confluent_kafka import Producer
+from confluent_kafka import admin as kafka
+from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.protocol_types import TransactionDescription
@@ -22,6 +26,62 @@ from tests.brokers.kit import state
 from tests.failing import answer_calls
 from txnbridge import Bridge, Transaction
 from txnbridge.spi import Deadline
+
+LONG = 30.0
+Server = brokers.Broker | faults.Proxy | str  # or its URL
+# A broker with these settings forgets an id that was not used for three seconds.
+FORGETFUL = {"transactional.id.expiration.ms": "3000"}
+FORGETFUL |= {"transaction.remove.expired.transaction.cleanup.interval.ms": "500"}
+kafka_names: Any = kafka  # which has names that its types do not know
+silent = logging.getLogger("tests.kafka.librdkafka")
+silent.addHandler(logging.NullHandler())
+silent.propagate = False
+
+
+class Lines(list[str]):
+    """A logger of the plain client that keeps the lines."""
+
+    def log(self, level: int, text: str, *parts: object) -> None:
+        self.append(text % parts)
+
+
+def bootstrap_of(server: Server) -> str:
+    url = server if isinstance(server, str) else server.url
+    return url.removeprefix("kafka://").partition("?")[0]
+
+
+def plain_producer(server: Server, id: str, timeout_ms: int = 60_000, **more: Any) -> Producer:
+    """Return a producer of the plain client whose id is open."""
+    settings = {"bootstrap.servers": bootstrap_of(server), "transactional.id": id, "transaction.timeout.ms": timeout_ms}
+    producer = Producer({**settings, **more}, logger=silent)
+    producer.init_transactions(LONG)
+    return producer
+
+
+def write(producer: Producer, topic: str, *values: bytes) -> None:
+    """Begin a transaction and store messages in it."""
+    producer.begin_transaction()
+    for value in values:
+        producer.produce(topic, value, partition=0)
+    assert producer.flush(LONG) == 0
+
+
+def plain_admin(server: Server) -> kafka.AdminClient:
+    return kafka.AdminClient({"bootstrap.servers": bootstrap_of(server)}, logger=silent)
+
+
+def configure(admin: kafka.AdminClient, topic: str, name: str, value: str) -> None:
+    entry = kafka_names.ConfigEntry(name, value, incremental_operation=kafka_names.AlterConfigOpType.SET)
+    resource = kafka_names.ConfigResource(kafka_names.ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin.incremental_alter_configs([resource])[resource].result()
+
+
+def right(user: str, kind: str, name: str, operation: str, pattern: str = "LITERAL") -> Any:
+    """Return what allows a user an operation, by names such as `topic` and `DESCRIBE`."""
+    which = kafka_names.ResourceType[kind.upper()], name, kafka_names.ResourcePatternType[pattern]
+    return kafka_names.AclBinding(
+        *which, f"User:{user}", "*", kafka_names.AclOperation[operation], kafka_names.AclPermissionType.ALLOW
+    )
 
 
 def writer_of(txn: Transaction) -> KafkaWriter:

@@ -165,7 +165,7 @@ class Coordinator(Requests):
         return self.told.pid, self.told.epoch
 
     def producers(
-        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+        self, partitions: Sequence[Partition], deadline: Deadline, **which: bool
     ) -> dict[Partition, list[protocol_types.ActiveProducer]]:
         return {}
 

@@ -1,7 +1,7 @@
 """Acknowledgements, which our own requests bring: no broker that restarts makes them hang, or stops a processor."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -22,6 +22,7 @@ from txnbridge.testing import listening
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 ACKS = "step:acks"
 RESTARTS = 3
+RARE = ["transaction.begin", "message.send", ACKS, "step:commit"]
 
 
 @given(group=NAMES, generation=st.integers(-1, 2**31 - 1), name=NAMES, instance=st.none() | NAMES)
@@ -57,11 +58,6 @@ def txnbridge_url(mortal: brokers.Broker) -> str:
     return f"{mortal.url}?session.timeout.ms=6000&heartbeat.interval.ms=1000"
 
 
-@pytest.fixture
-def restart(mortal: brokers.Broker) -> Callable[[], None]:
-    return mortal.restart
-
-
 def readable(bridge: txnbridge.Bridge, topic: str) -> list[txnbridge.Message]:
     with suppress(errors.BrokerUnavailable):
         return bridge.read(topic, 1000)
@@ -84,7 +80,7 @@ def test_acknowledgements_alone_are_committed_and_aborted(bridge: txnbridge.Brid
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["with messages", "alone"])
-def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(bridge, restart, new_topic, group, sends):
+def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(bridge, mortal, new_topic, group, sends):
     source, target = new_topic(), new_topic()
     send(bridge, source, *[b"%d" % number for number in range(5)])
     ended: list[State] = []
@@ -95,7 +91,7 @@ def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(bri
                 if not batch:
                     continue
                 if len(ended) < RESTARTS:
-                    restart()
+                    mortal.restart()
                 txn = bridge.transaction(timeout=20)
                 try:
                     with txn:
@@ -111,17 +107,12 @@ def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(bri
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
-        ("reader.poll", "after"),
-        pytest.param("transaction.begin", "after", marks=pytest.mark.full),
-        pytest.param("message.send", "after", marks=pytest.mark.full),
-        (ACKS, "before"),
-        pytest.param(ACKS, "after", marks=pytest.mark.full),
-        ("step:commit", "before"),
-        pytest.param("step:commit", "after", marks=pytest.mark.full),
+        *[("reader.poll", "after"), (ACKS, "before"), ("step:commit", "before")],
+        *[pytest.param(step, "after", marks=pytest.mark.full) for step in RARE],
     ],
 )
 def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
-    bridge, restart, new_topic, txnbridge_url, group, name, phase
+    bridge, mortal, new_topic, txnbridge_url, group, name, phase
 ):
     source, target = new_topic(), new_topic()
     expected = [b"%d" % number for number in range(30)]
@@ -133,7 +124,7 @@ def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
             times[-1] -= 1
             if not times[-1]:
                 times.pop()
-                restart()
+                mortal.restart()
 
     with listening(kill_in_time), txnbridge.connect(txnbridge_url, writers=1) as own:
         copy = own.processor(

@@ -1,6 +1,5 @@
 """Tests of an administrator and of the doctor on live brokers: what they list, end, repair and report."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +11,10 @@ from typing import Any, cast
 from unittest.mock import create_autospec
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionType
-from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
+from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_conformance.observing import seen, send, values
 from txnbridge_kafka.admin.admin import KafkaAdmin, owner_of
 from txnbridge_kafka.client.librdkafka import result_of
@@ -35,17 +31,26 @@ from txnbridge_kafka.topics import KEEP_ALL
 import txnbridge
 from tests.failing import answer_calls, on_call
 from tests.in_time import takes, within
-from tests.kafka.kit import stand_still, topics_of, without_epoch_bumps
+from tests.kafka.kit import (
+    FORGETFUL,
+    LONG,
+    Server,
+    bootstrap_of,
+    plain_admin,
+    plain_producer,
+    right,
+    silent,
+    stand_still,
+    topics_of,
+    without_epoch_bumps,
+    write,
+)
 from tests.keeping import keeping
 from txnbridge import Bridge, Outcome, errors
 from txnbridge._base.events import Emitter
 from txnbridge.spi import Advice, Context, Deadline, Decision, Ledger, OpenTransaction
 
-LONG = 30.0
 _numbers = count(1)
-_silent = logging.getLogger("tests.kafka.librdkafka")
-_silent.addHandler(logging.NullHandler())
-_silent.propagate = False
 
 Connect = Callable[..., Bridge]
 
@@ -79,11 +84,7 @@ def topic(bridge: Bridge, unique: Callable[[str], str]) -> str:
     return name
 
 
-def bootstrap_of(broker: brokers.Broker | faults.Proxy) -> str:
-    return broker.url.removeprefix("kafka://")
-
-
-def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> KafkaSettings:
+def settings_of(broker: Server, **changes: Any) -> KafkaSettings:
     bootstrap = bootstrap_of(broker)
     client = {"bootstrap.servers": bootstrap, "allow.auto.create.topics": "false"}
     return replace(KafkaSettings(bootstrap, client, Access(), LONG, None, "tests", 0), **changes)
@@ -112,41 +113,21 @@ def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
         requests.close()
 
 
-def producer_of(broker: brokers.Broker, id: str, timeout_ms: int = 60_000) -> Producer:
-    settings = {"bootstrap.servers": bootstrap_of(broker), "transactional.id": id, "transaction.timeout.ms": timeout_ms}
-    producer = Producer(settings, logger=_silent)
-    producer.init_transactions(LONG)
-    return producer
-
-
-def write(producer: Producer, topic: str, *values: bytes) -> None:
-    """Begin a transaction and store messages in it."""
-    producer.begin_transaction()
-    for value in values:
-        producer.produce(topic, value, partition=0)
-    assert producer.flush(LONG) == 0
-
-
 def make_topic(broker: brokers.Broker, name: str) -> str:
     topics_of(settings_of(broker)).create_internal_topic(name, Deadline(LONG))
     return name
 
 
 def commit_one(broker: brokers.Broker, topic: str, value: bytes) -> None:
-    producer = producer_of(broker, f"admin-single-{next(_numbers)}")
+    producer = plain_producer(broker, f"admin-single-{next(_numbers)}")
     write(producer, topic, value)
     producer.commit_transaction(LONG)
 
 
 def visible(broker: brokers.Broker, topic: str) -> list[bytes | None]:
     """Return the values that readers of committed messages see in partition 0, up to where they have to wait."""
-    settings = {
-        "bootstrap.servers": bootstrap_of(broker),
-        "group.id": "admin-tests",
-        "enable.partition.eof": True,
-        "enable.auto.commit": False,
-    }
-    reader = Consumer(settings, logger=_silent)
+    settings = {"bootstrap.servers": bootstrap_of(broker), "group.id": "admin-tests", "enable.partition.eof": True}
+    reader = Consumer({**settings, "enable.auto.commit": False}, logger=silent)
     reader.assign([TopicPartition(topic, 0, 0)])
     found: list[bytes | None] = []
     try:
@@ -212,7 +193,7 @@ def test_a_topic_is_not_deleted_while_a_transaction_holds_messages_there(bridge,
         bridge.admin.delete_topic(topic)
     bridge.commit(str(txn.token))
     id = unique("writer")
-    producer = producer_of(kafka_broker, id)
+    producer = plain_producer(kafka_broker, id)
     write(producer, topic, b"open")
     with pytest.raises(errors.InvalidState, match=id):
         bridge.admin.delete_topic(topic)
@@ -281,44 +262,15 @@ def guarded(start_kafka: StartKafka) -> Iterator[tuple[brokers.Broker, faults.Pr
 
 
 def as_guest(proxy: faults.Proxy) -> dict[str, Any]:
-    return {
-        "client": {
-            "bootstrap.servers": bootstrap_of(proxy),
-            "security.protocol": "SASL_PLAINTEXT",
-            "sasl.mechanism": "PLAIN",
-            "sasl.username": "guest",
-            "sasl.password": PASSWORD,
-        },
-        "access": Access(mechanism="PLAIN", username="guest", password=PASSWORD),
-    }
+    login = {"sasl.mechanism": "PLAIN", "sasl.username": "guest", "sasl.password": PASSWORD}
+    client = {"bootstrap.servers": bootstrap_of(proxy), "security.protocol": "SASL_PLAINTEXT", **login}
+    return {"client": client, "access": Access(mechanism="PLAIN", username="guest", password=PASSWORD)}
 
 
-def grant(broker: brokers.Broker, name: str, operations: list[str], kind: ResourceType = ResourceType.TOPIC) -> None:
-    kafka = AdminClient({"bootstrap.servers": bootstrap_of(broker)}, logger=_silent)
-    acls = [
-        AclBinding(
-            kind,
-            name,
-            ResourcePatternType.LITERAL,
-            "User:guest",
-            "*",
-            getattr(AclOperation, named),
-            AclPermissionType.ALLOW,
-        )
-        for named in operations
-    ]
-    for done in kafka.create_acls(acls).values():
+def grant(broker: brokers.Broker, name: str, operations: list[str], kind: str = "topic") -> None:
+    admin = plain_admin(broker)
+    for done in admin.create_acls([right("guest", kind, name, each) for each in operations]).values():
         done.result(LONG)
-
-
-# What kafka-acls.sh calls operations, and the client does.
-_OPERATIONS = {
-    "Read": "READ",
-    "Write": "WRITE",
-    "Describe": "DESCRIBE",
-    "DescribeConfigs": "DESCRIBE_CONFIGS",
-    "Delete": "DELETE",
-}
 
 
 def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enough(guarded):
@@ -337,9 +289,9 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     # What the two commands say, done by the administrator.
     assert topics_of(settings_of(broker)).create(name, 1, Deadline(LONG), config, 1)
     granted = [each.split(" ")[0] for each in acls.split(" --operation ")[1:]]
-    grant(broker, name, [_OPERATIONS[each] for each in granted])
+    grant(broker, name, [each.replace("Configs", "_configs").upper() for each in granted])
     assert "--operation Describe" in group
-    grant(broker, group.split(" --group ")[1], ["DESCRIBE"], ResourceType.GROUP)
+    grant(broker, group.split(" --group ")[1], ["DESCRIBE"], "group")
 
     log = KafkaDecisionLog(settings, "guests", Deadline(LONG), Emitter("tests", []), topics_of(settings))
     positions = [log.append(b"record", Deadline(LONG)) for _ in range(3)]
@@ -411,7 +363,7 @@ def test_a_prepared_transaction_of_a_bridge_without_an_id_is_listed_as_such(brid
 
 
 def test_an_open_transaction_is_listed_with_its_times_and_partitions(bridge, kafka_broker, topic, owner):
-    producer = producer_of(kafka_broker, f"{owner}.77", timeout_ms=50_000)
+    producer = plain_producer(kafka_broker, f"{owner}.77", timeout_ms=50_000)
     assert listed(bridge, owner) == []
     write(producer, topic, b"open")
     (found,) = listed(bridge, owner)
@@ -449,7 +401,7 @@ def test_a_prepared_transaction_is_ended_by_its_writers_id_too_and_tells_the_tru
 
 def test_another_programs_transaction_is_listed_by_its_name_and_only_aborted(bridge, kafka_broker, topic, unique):
     id = unique("foreign")
-    producer = producer_of(kafka_broker, id)
+    producer = plain_producer(kafka_broker, id)
     write(producer, topic, b"open")
     (found,) = listed(bridge, id)
     assert (found.transaction, found.state) == (id, "open")
@@ -466,7 +418,7 @@ def test_an_unknown_or_ended_transaction_is_not_found(bridge, kafka_broker, topi
     for name in ("nobody", "nobody.0", "nobody.p0", "nobody/12/3"):
         with pytest.raises(errors.NotFound, match=name):
             bridge.admin.abort(name)
-    producer = producer_of(kafka_broker, f"{owner}.77")
+    producer = plain_producer(kafka_broker, f"{owner}.77")
     write(producer, topic, b"open")
     producer.commit_transaction(LONG)
     assert wait_until(lambda: listed(bridge, owner) == [], LONG)
@@ -477,7 +429,7 @@ def test_an_unknown_or_ended_transaction_is_not_found(bridge, kafka_broker, topi
 def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafka_broker, topic, unique, monkeypatch):
     """The writer commits after the abort has looked the transaction up and before it fences the writer."""
     admin, id = make_admin(), unique("racer")
-    producer = producer_of(kafka_broker, id)
+    producer = plain_producer(kafka_broker, id)
     write(producer, topic, b"quick")
     on_call(monkeypatch, admin.requests, "fence", lambda *_: producer.commit_transaction(LONG))
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
@@ -489,7 +441,7 @@ def test_an_unreadable_log_hides_no_transaction_and_aborts_no_prepared_one(start
     topics = topics_of(settings_of(broker))
     topics.create("data", 1, Deadline(LONG))
     topics.create("_txnbridge-log-odd", 2, Deadline(LONG))
-    producer = producer_of(broker, "odd.p0")
+    producer = plain_producer(broker, "odd.p0")
     write(producer, "data", b"perhaps prepared")
     with bridge.transaction(prepare=True) as txn:
         txn.send("data", b"prepared")
@@ -503,18 +455,6 @@ def test_an_unreadable_log_hides_no_transaction_and_aborts_no_prepared_one(start
 
 
 CARELESS = {"transaction.partition.verification.enable": "false"}
-# It forgets an id that was not used for three seconds.
-FORGETFUL = {
-    "transactional.id.expiration.ms": "3000",
-    "transaction.remove.expired.transaction.cleanup.interval.ms": "500",
-}
-
-
-@pytest.fixture(scope="module")
-def careless() -> Iterator[brokers.Broker]:
-    """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
-    with kafka_or_skip(container=False, settings=CARELESS) as broker:
-        yield broker
 
 
 class Held:
@@ -524,7 +464,7 @@ class Held:
         self.broker, self.admin = broker, admin
         self.id, self.topic = f"held-{next(_numbers)}.0", f"held-topic-{next(_numbers)}"
         admin.create_topic(self.topic, 1, Deadline(LONG))
-        self.producer = producer_of(broker, self.id)
+        self.producer = plain_producer(broker, self.id)
         write(self.producer, self.topic, b"before")
         told = admin.requests.describe([self.id], Deadline(LONG))[self.id]
         # By the older request, which leaves the epoch as it is: the producer notices nothing and writes on.
@@ -543,14 +483,17 @@ class Held:
 
 
 @pytest.fixture
-def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
+def hold(unverified: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
     without_epoch_bumps(monkeypatch)
-    return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
+    return lambda commit, broker=unverified: Held(broker, make_admin(broker), commit)
+
+
+def advice_of(admin: Administrator, subject: str) -> list[Advice]:
+    return [advice for advice in admin.check(Deadline(LONG)) if advice.subject == subject]
 
 
 def problems(admin: Administrator, subject: str) -> list[Advice]:
-    found = admin.check(Deadline(LONG))
-    return [advice for advice in found if advice.level == "problem" and advice.subject == subject]
+    return [advice for advice in advice_of(admin, subject) if advice.level == "problem"]
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
@@ -571,10 +514,10 @@ def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decide
 
 
 @pytest.mark.full
-def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too(careless, hold, monkeypatch):
+def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too(unverified, hold, monkeypatch):
     first = hold(True)
     assert first.admin.repair(first.id, Deadline(LONG))
-    careless.restart()  # each start is a new term of the coordinator
+    unverified.restart()  # each start is a new term of the coordinator
     one = hold(True)
     (active,) = one.admin.requests.producers([(one.topic, 0)], Deadline(LONG))[one.topic, 0]
     assert active.coordinator_epoch > 0
@@ -588,14 +531,14 @@ def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too
 def test_a_repair_after_which_the_writer_goes_on(hold):
     one = hold(True)
     one.admin.repair(one.id, Deadline(LONG))
-    again = producer_of(one.broker, one.id)
+    again = plain_producer(one.broker, one.id)
     write(again, one.topic, b"again")
     again.commit_transaction(LONG)
     assert wait_until(lambda: one.visible() == [b"before", b"held", b"again"], LONG)
 
 
 def test_a_transaction_that_has_not_ended_is_not_repaired(bridge, kafka_broker, topic, owner):
-    producer = producer_of(kafka_broker, f"{owner}.77")
+    producer = plain_producer(kafka_broker, f"{owner}.77")
     write(producer, topic, b"open")
     with pytest.raises(errors.InvalidState, match="has not ended"):
         bridge.admin.repair(f"{owner}.77")
@@ -619,6 +562,17 @@ def begin_again(one: Held, describe: Callable[..., Any]) -> None:
     """Begin a transaction as the writer would: with the same epoch, and a new group in it."""
     told = describe([one.id], Deadline(LONG))[one.id]
     one.admin.requests.add_offsets(one.id, told.pid, told.epoch, "some-group", Deadline(LONG))
+
+
+def end_another(one: Held, commit: bool, again: bool) -> None:
+    """End a later transaction of the id, which has touched other partitions, perhaps after a new opening."""
+    requests = one.admin.requests
+    if again:
+        requests.fence(one.id, 60_000, Deadline(LONG))
+    begin_again(one, requests.describe)
+    told = requests.describe([one.id], Deadline(LONG))[one.id]
+    assert requests.end(one.id, told.pid, told.epoch, commit, Deadline(LONG)).code == 0
+    assert wait_until(lambda: one.state() == ("CompleteCommit" if commit else "CompleteAbort"), LONG)
 
 
 def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch):
@@ -654,13 +608,7 @@ def test_a_repair_knows_the_outcome_of_a_transaction_whose_id_was_opened_again(h
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_the_outcome_of_a_later_transaction_of_the_same_id_elsewhere_decides_no_repair(hold, commit, again):
     one = hold(commit)
-    requests = one.admin.requests
-    if again:
-        requests.fence(one.id, 60_000, Deadline(LONG))
-    begin_again(one, requests.describe)
-    told = requests.describe([one.id], Deadline(LONG))[one.id]
-    assert requests.end(one.id, told.pid, told.epoch, not commit, Deadline(LONG)).code == 0
-    assert wait_until(lambda: one.state() == ("CompleteAbort" if commit else "CompleteCommit"), LONG)
+    end_another(one, not commit, again)
     word = "commit" if commit else "abort"
     assert one.admin.repair(one.id, Deadline(LONG)).endswith(f": {word} in {one.topic}[0]")
     commit_one(one.broker, one.topic, b"later")
@@ -681,7 +629,7 @@ def check_endings(broker: brokers.Broker, admin: Administrator, unique: Callable
     id, topics = unique("history"), [unique("history-ä".encode().hex()) for _ in range(3)]
     for name in topics:
         admin.create_topic(name, 2, Deadline(LONG))
-    producer = producer_of(broker, id)
+    producer = plain_producer(broker, id)
     producer.begin_transaction()
     for name in topics:
         producer.produce(name, b"x", partition=1)
@@ -689,7 +637,7 @@ def check_endings(broker: brokers.Broker, admin: Administrator, unique: Callable
     told = admin.requests.describe([id], Deadline(LONG))[id]
     admin.requests.end(id, told.pid, told.epoch, True, Deadline(LONG))
     assert wait_until(partial(is_complete, admin, id), LONG)
-    again = producer_of(broker, id)
+    again = plain_producer(broker, id)
     write(again, topics[0], b"x")
     opened = admin.requests.describe([id], Deadline(LONG))[id]
     again.abort_transaction(LONG)
@@ -751,7 +699,7 @@ def forget_markers(broker: brokers.Broker, admin: Administrator) -> tuple[str, s
     for attempt in range(ATTEMPTS):
         id, topic = f"killed-{attempt}.0", f"killed-topic-{attempt}"
         admin.create_topic(topic, 1, Deadline(LONG))
-        producer = producer_of(broker, id)
+        producer = plain_producer(broker, id)
         write(producer, topic, *(b"%d" % number for number in range(300)))
         producer.commit_transaction(LONG)
         broker.restart()
@@ -781,16 +729,12 @@ def test_a_commit_that_a_killed_broker_forgot_is_found_and_mended_and_nothing_is
     assert wait_until(lambda: visible(broker, topic) == [b"%d" % number for number in range(300)], LONG)
     assert problems(admin, f"transaction {id}") == []
     # The id goes on, and an abort of its next transaction takes nothing of it away.
-    producer = producer_of(broker, id)
+    producer = plain_producer(broker, id)
     write(producer, topic, b"aborted")
     producer.abort_transaction(LONG)
     commit_one(broker, topic, b"marker")
     assert wait_until(lambda: visible(broker, topic)[-1] == b"marker", LONG)
     assert len(visible(broker, topic)) == 301
-
-
-def advice_of(admin: Administrator, subject: str) -> list[Advice]:
-    return [advice for advice in admin.check(Deadline(LONG)) if advice.subject == subject]
 
 
 def test_topics_with_one_copy_are_a_warning(make_admin, bridge, topic, owner):
@@ -827,7 +771,7 @@ def test_a_time_that_the_brokers_do_not_allow_is_a_problem(make_admin):
 
 def test_transactions_open_for_long_are_a_warning_and_fresh_ones_are_not(make_admin, kafka_broker, topic, unique):
     id = unique("slow")
-    producer = producer_of(kafka_broker, id)
+    producer = plain_producer(kafka_broker, id)
     write(producer, topic, b"open")
     subject = f"transaction {id}"
     assert advice_of(make_admin(), subject) == []

@@ -6,7 +6,7 @@ The answers are made up, each as Kafka's own source gives it.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace as Fields
 from typing import Any
@@ -27,9 +27,8 @@ from txnbridge_kafka.client.protocol_types import (
     TransactionListing,
 )
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.outcome import hanging_transactions
-from txnbridge_kafka.outcome.outcome import read_how
-from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
+from txnbridge_kafka.outcome import hanging_transactions, outcome
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, StateRecord
 from txnbridge_kafka.read import start_positions
 from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest
 from txnbridge_kafka.read.start_lookup import StartLookup
@@ -42,8 +41,8 @@ from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
 from txnbridge._decisions.decisions import Decisions
-from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound
-from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, TokenState
+from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound, StorageFailed
+from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, Token, TokenState
 
 pytestmark = pytest.mark.offline
 
@@ -115,7 +114,7 @@ def change(code: int) -> Fields:
 def test_a_change_of_a_topic_whose_answer_is_lost_is_done_if_the_second_copy_finds_it_done(
     cluster: Cluster, requests: Requests, ask: Callable[[Requests], Any], repeated: int
 ) -> None:
-    cluster.answers = [LOST, change(repeated), change(repeated), LOST, change(DENIED)]
+    cluster.answers = [LOST, change(41), change(repeated), change(repeated), LOST, change(DENIED)]  # 41: it has moved
     assert [ask(requests).code for _ in range(3)] == [0, repeated, DENIED]
 
 
@@ -158,6 +157,19 @@ def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, r
     cluster.answers = [Fields(topics=[Fields(name="orders", partitions=[partition])])]
     partitions = [("orders", 0), (hidden.name, 0)]
     assert requests.producers(partitions, Deadline(1), readable_only=True) == {("orders", 0): []}
+
+
+def test_brokers_that_do_not_know_a_topic_yet_hide_no_hanging_transaction(cluster, requests, monkeypatch) -> None:
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [])
+    producer = {"producer_id": 1, "producer_epoch": 4, "last_timestamp": 0, "coordinator_epoch": 0}
+    unknown = Fields(partition_index=0, error_code=UNKNOWN_TOPIC, active_producers=[])
+    hanging = Fields(partition_index=0, error_code=0, active_producers=[Fields(**producer, current_txn_start_offset=3)])
+    cluster.answers = [Fields(topics=[Fields(name="orders", partitions=[each])]) for each in (unknown, hanging)]
+    cluster.unaware = 1
+    opened = TransactionDescription("shop.0", "Empty", 1, 6, None, 30_000, ())
+    at: Any = Fields(requests=requests, opening=None)
+    with pytest.raises(StorageFailed, match="no record has its outcome"):
+        hanging_transactions.write_missing_markers_of_owner(at, at, opened, opened, [("orders", 0)], Deadline(30))
 
 
 @pytest.fixture
@@ -340,6 +352,10 @@ class Leftovers:
         self.hanging = {id: each for id, each in self.hanging.items() if each != pid}
 
 
+def decided(pid: int) -> RecordedDecision:
+    return RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))
+
+
 TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no time
 
 
@@ -353,15 +369,26 @@ TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no
     ids=["too few replicas", "no time-out", "an id of others"],
 )
 def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(leftovers, left, monkeypatch):
-    told = {id: [RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))] for id, pid in leftovers.hanging.items()}
+    told = {id: [decided(pid)] for id, pid in leftovers.hanging.items()}
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda _, id, __: told[id])
     cluster: Any = Fields(requests=leftovers, settings=read())
     hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
     assert [*leftovers.hanging] == left
 
 
+@pytest.mark.parametrize("id", [f"shop.{16 * 'a'}.p1", "made-up.made-up.p1"])
+def test_a_hanging_transaction_that_was_prepared_is_ended_without_aborting_the_next_one(id, monkeypatch):
+    """While the request to fence the id is repeated, the id's owner may prepare its next transaction there."""
+    leftovers = Leftovers(foreign=[id])  # it refuses to be fenced
+    leftovers.hanging = {id: 1}
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [decided(1)])
+    cluster: Any = Fields(requests=leftovers, settings=read())
+    assert hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
+    assert leftovers.hanging == {}
+
+
 def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_on(monkeypatch, caplog):
-    decision = RecordedDecision(1, 0, True, frozenset([("orders", 0)]))
+    decision = decided(1)
     answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [decision])
     leftovers = Leftovers(foreign=["first"])
     del leftovers.hanging["second"]
@@ -409,7 +436,18 @@ def test_an_id_that_an_unreadable_log_may_have_prepared_is_called_neither_ended_
 @pytest.mark.parametrize("how", [{"pid": 1 << 63}, {"epoch": 1 << 15}, {"pid": -1}, {"epoch": -1}], ids=str)
 def test_a_token_with_numbers_that_kafka_does_not_have_is_damaged(how: dict[str, int]) -> None:
     with pytest.raises(InvalidToken, match="damaged"):
-        read_how({"id": "shop.0", "pid": 1, "epoch": 0, "start": 5, **how})
+        outcome.read_how({"id": "shop.0", "pid": 1, "epoch": 0, "start": 5, **how})
+
+
+def test_an_aborted_token_behind_which_a_late_request_began_another_transaction_is_not_committed(monkeypatch) -> None:
+    coordinator = Coordinator()
+    coordinator.told = TransactionDescription("", "Ongoing", 1, 0, 6, 30_000, ())
+    monkeypatch.setattr(outcome, "state_records", lambda *_: [StateRecord(1, 0, 3, frozenset(), 5)])  # it was aborted
+    cluster: Any = Fields(requests=coordinator, events=Fields(step=lambda *_, **__: nullcontext({})))
+    ledger: Any = Fields(find=lambda *_: [])
+    token = Token("kafka", "c", "txn", {"id": "shop.p0", "pid": 1, "epoch": 0, "start": 5}, prepared=True)
+    assert outcome.end_prepared(cluster, token, True, ledger, Deadline(30)) is Outcome.ABORTED
+    assert coordinator.ended == []
 
 
 def test_threads_that_prepare_at_once_use_one_pool_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:

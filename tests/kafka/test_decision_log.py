@@ -1,6 +1,5 @@
 """Decision logs on a live broker: the contract, and what faults make of it."""
 
-import logging
 import subprocess
 import sys
 import time
@@ -9,18 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from confluent_kafka import KafkaException, Producer
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
-from confluent_kafka.admin._resource import ResourceType
+from confluent_kafka import KafkaException
 from confluent_kafka.cimpl import NewTopic
-from txnbridge_conformance import faults
 from txnbridge_kafka.decision_log import KafkaDecisionLog
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
 from tests.in_time import takes, wait_until
-from tests.kafka.kit import topics_of
+from tests.kafka.kit import configure, kafka_names, plain_admin, plain_producer, topics_of, write
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
@@ -30,10 +25,6 @@ from tests.log_live import *  # noqa: F403
 from tests.log_live import outlive_kill_9
 from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, OutcomeUnknown, PositionLost, TxnBridgeError
 from txnbridge.spi import Deadline, Emitter
-
-
-def client_settings(url):
-    return {"bootstrap.servers": url.removeprefix("kafka://"), "logger": logging.getLogger("tests")}
 
 
 def settings_for(url, access=None, **client):
@@ -57,11 +48,6 @@ def topic(name):
 @pytest.fixture
 def opened():
     yield from keeping(open_log)
-
-
-@pytest.fixture
-def admin(kafka_broker):
-    return AdminClient(client_settings(kafka_broker.url))
 
 
 @pytest.fixture
@@ -112,14 +98,8 @@ def create(admin, topic, partitions=1, **config):
     admin.create_topics([NewTopic(topic, partitions, 1, config=config)])[topic].result()
 
 
-def set_config(admin, topic, name, value):
-    entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
-    admin.incremental_alter_configs([resource])[resource].result()
-
-
 def configs(admin, topic):
-    resource = ConfigResource(ResourceType.TOPIC, topic)
+    resource = kafka_names.ConfigResource(kafka_names.ResourceType.TOPIC, topic)
     return {entry.name: entry.value for entry in admin.describe_configs([resource])[resource].result().values()}
 
 
@@ -142,7 +122,7 @@ def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(kafka_br
 
 
 def test_a_record_that_the_broker_refuses_is_not_stored(kafka_broker, admin, log, topic):
-    set_config(admin, topic, "max.message.bytes", "1000")
+    configure(admin, topic, "max.message.bytes", "1000")
     with pytest.raises(InvalidOption, match=rf"{topic}.*too large"):
         append(log, b"x" * 2000)
     append(log, b"small")
@@ -183,23 +163,18 @@ def test_a_topic_that_would_lose_records_is_refused_by_name(kafka_broker, admin,
         open_log(kafka_broker.url, name)
 
 
-def end_a_transaction_in(topic, url, *, commit, records):
-    producer = Producer({**client_settings(url), "transactional.id": uuid.uuid4().hex})
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    for record in records:
-        producer.produce(topic, record, partition=0)
-    producer.flush(30)
+def end_a_transaction_in(topic, broker, *, commit, records):
+    write(producer := plain_producer(broker, uuid.uuid4().hex), topic, *records)
     (producer.commit_transaction if commit else producer.abort_transaction)(30)
 
 
 def test_the_end_of_somebodys_transaction_is_no_record_and_no_gap(kafka_broker, log, topic):
     append(log, b"0")
-    end_a_transaction_in(topic, kafka_broker.url, commit=True, records=[b"1"])
+    end_a_transaction_in(topic, kafka_broker, commit=True, records=[b"1"])
     wait_for_end(log, (2,))
     assert read(log) == [((0,), b"0"), ((1,), b"1")]
     append(log, b"3")
-    end_a_transaction_in(topic, kafka_broker.url, commit=False, records=[b"4"])
+    end_a_transaction_in(topic, kafka_broker, commit=False, records=[b"4"])
     wait_for_end(log, (5,))
     everything = [((0,), b"0"), ((1,), b"1"), ((3,), b"3"), ((4,), b"4")]
     assert read(log) == everything  # read without isolation
@@ -209,10 +184,10 @@ def test_the_end_of_somebodys_transaction_is_no_record_and_no_gap(kafka_broker, 
 
 def test_a_gap_in_a_topic_that_is_compacted_by_now_is_not_passed_over(kafka_broker, log, admin, topic):
     append(log, b"0")
-    end_a_transaction_in(topic, kafka_broker.url, commit=True, records=[b"1"])
+    end_a_transaction_in(topic, kafka_broker, commit=True, records=[b"1"])
     wait_for_end(log, (2,))
     append(log, b"3")
-    set_config(admin, topic, "cleanup.policy", "compact,delete")
+    configure(admin, topic, "cleanup.policy", "compact,delete")
     with pytest.raises(InvalidOption, match=r"cleanup\.policy=compact,delete"):
         read(log)
     assert read(log, (0,), (1,)) == [((0,), b"0"), ((1,), b"1")]
@@ -232,60 +207,56 @@ def test_a_reading_that_is_never_short_of_records_ends_at_its_deadline_too(log):
         list(reading)
 
 
-def test_an_append_whose_answer_is_lost_is_unknown_and_the_next_one_is_not(kafka_broker, name, opened):
-    with faults.proxy(kafka_broker) as proxy:
-        log = opened(proxy.url, name)
-        append(log, b"0")
-        hold = proxy.hold(answers="Produce")
-        takes(1, OutcomeUnknown, lambda deadline: log.append(b"1", deadline))
+def test_an_append_whose_answer_is_lost_is_unknown_and_the_next_one_is_not(proxy, name, opened):
+    log = opened(proxy.url, name)
+    append(log, b"0")
+    hold = proxy.hold(answers="Produce")
+    takes(1, OutcomeUnknown, lambda deadline: log.append(b"1", deadline))
+    hold.answered()
+    # What was given up is not sent again by a client that nobody asked to: only what is appended is added.
+    assert append(log, b"2") == [(2,)]
+    hold.drop()
+    proxy.cut()
+    assert append(log, b"3") == [(3,)]
+    assert [record for _, record in read(log)] == [b"0", b"1", b"2", b"3"]
+
+
+def test_an_append_whose_request_is_held_may_come_late_and_is_not_sent_twice(proxy, name, opened):
+    log = opened(proxy.url, name)
+    append(log, b"0")
+    hold = proxy.hold(requests="Produce")
+    takes(1, OutcomeUnknown, lambda deadline: log.append(b"late", deadline))
+    assert append(log, b"1") == [(1,)]
+    hold.release()
+    hold.answered()
+    assert append(log, b"2") == [(3,)]
+    assert [record for _, record in read(log)] == [b"0", b"1", b"late", b"2"]
+
+
+def test_an_append_whose_connection_drops_is_unknown_and_its_repetition_has_a_copy_in_front(proxy, name, opened):
+    log = opened(proxy.url, name)
+    append(log, b"0")
+    hold = proxy.hold(answers="Produce")
+    with ThreadPoolExecutor(1) as pool:
+        appending = pool.submit(log.append, b"1", Deadline(30))
         hold.answered()
-        # What was given up is not sent again by a client that nobody asked to: only what is appended is added.
-        assert append(log, b"2") == [(2,)]
         hold.drop()
         proxy.cut()
-        assert append(log, b"3") == [(3,)]
-        assert [record for _, record in read(log)] == [b"0", b"1", b"2", b"3"]
+        with pytest.raises(OutcomeUnknown):
+            appending.result(30)
+    assert log.append(b"1", Deadline(30)) == (2,)
+    assert [record for _, record in read(log)] == [b"0", b"1", b"1"]
 
 
-def test_an_append_whose_request_is_held_may_come_late_and_is_not_sent_twice(kafka_broker, name, opened):
-    with faults.proxy(kafka_broker) as proxy:
-        log = opened(proxy.url, name)
-        append(log, b"0")
-        hold = proxy.hold(requests="Produce")
-        takes(1, OutcomeUnknown, lambda deadline: log.append(b"late", deadline))
-        assert append(log, b"1") == [(1,)]
-        hold.release()
-        hold.answered()
-        assert append(log, b"2") == [(3,)]
-        assert [record for _, record in read(log)] == [b"0", b"1", b"late", b"2"]
-
-
-def test_an_append_whose_connection_drops_is_unknown_and_its_repetition_has_a_copy_in_front(kafka_broker, name, opened):
-    with faults.proxy(kafka_broker) as proxy:
-        log = opened(proxy.url, name)
-        append(log, b"0")
-        hold = proxy.hold(answers="Produce")
-        with ThreadPoolExecutor(1) as pool:
-            appending = pool.submit(log.append, b"1", Deadline(30))
-            hold.answered()
-            hold.drop()
+def test_a_reading_goes_on_when_its_connection_drops(proxy, name, opened):
+    log = opened(proxy.url, name, **{"fetch.message.max.bytes": "10000", "queued.min.messages": "1"})
+    append(log, *(b"%d" % number + b"x" * 1000 for number in range(100)))
+    seen = []
+    for position, _ in log.read(None, None, Deadline(30)):
+        seen.append(position[0])
+        if len(seen) in (10, 60):
             proxy.cut()
-            with pytest.raises(OutcomeUnknown):
-                appending.result(30)
-        assert log.append(b"1", Deadline(30)) == (2,)
-        assert [record for _, record in read(log)] == [b"0", b"1", b"1"]
-
-
-def test_a_reading_goes_on_when_its_connection_drops(kafka_broker, name, opened):
-    with faults.proxy(kafka_broker) as proxy:
-        log = opened(proxy.url, name, **{"fetch.message.max.bytes": "10000", "queued.min.messages": "1"})
-        append(log, *(b"%d" % number + b"x" * 1000 for number in range(100)))
-        seen = []
-        for position, _ in log.read(None, None, Deadline(30)):
-            seen.append(position[0])
-            if len(seen) in (10, 60):
-                proxy.cut()
-        assert seen == list(range(100))
+    assert seen == list(range(100))
 
 
 @pytest.mark.full  # test_log_processes.py kills one in every run
@@ -365,7 +336,7 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
     for _ in range(3):
         assert read(log) == [((0,), b"0"), ((1,), b"1"), ((2,), b"2")]
     # Whether the topic is compacted it may not see, so it cannot tell what a gap is.
-    end_a_transaction_in(topic, broker.url, commit=True, records=[b"3"])
+    end_a_transaction_in(topic, broker, commit=True, records=[b"3"])
     wait_for_end(log, (4,))
     append(log, b"5")
     assert read(log, (0,), (2,)) == read(admins, (0,), (2,))
@@ -379,7 +350,7 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
 @pytest.mark.full
 def test_a_log_on_three_nodes_outlives_the_leader_of_its_topic(start_kafka):
     cluster = start_kafka(nodes=3)
-    admin = AdminClient(client_settings(cluster.url))
+    admin = plain_admin(cluster)
     log = open_log(cluster.url, "three")
     topic = "_txnbridge-log-three"
     (partition,) = admin.list_topics(topic).topics[topic].partitions.values()

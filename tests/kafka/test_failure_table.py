@@ -17,12 +17,13 @@ from txnbridge_kafka import broker as broker_module
 from txnbridge_kafka.outcome import outcome as outcome_module
 from txnbridge_kafka.outcome.transaction_state_log import StateRecord
 from txnbridge_kafka.write.acks import KafkaAckContext
+from txnbridge_kafka.write.writer import KafkaWriter
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import fail_call, raising
 from tests.in_time import within
-from tests.kafka.kit import writer_of
+from tests.kafka.kit import bootstrap_of, silent, writer_of
 from tests.kafka.mock_kit import HANG_UP, KEYS, Coordinator, MockCluster
 from txnbridge import Bridge, Event, Outcome, TokenState, Transaction, errors
 from txnbridge.errors import AccessDenied, DeliveryFailed, EvidenceLost, Fenced, TransactionAborted, TxnBridgeError
@@ -123,18 +124,12 @@ def send(bridge: Bridge) -> None:
 
 def acknowledge(world: World, txn: Transaction) -> None:
     """Acknowledge a message without being a member of the group: the mock checks no membership."""
-    consumer = confluent_kafka.Consumer(
-        {"bootstrap.servers": world.cluster.url.removeprefix("kafka://"), "group.id": GROUP}, logger=Silent()
-    )
+    settings = {"bootstrap.servers": bootstrap_of(world.cluster.url), "group.id": GROUP}
+    consumer = confluent_kafka.Consumer(settings, logger=silent)
     context = KafkaAckContext(GROUP)
     context.metadata = consumer.consumer_group_metadata()
     consumer.close()
     writer_of(txn).ack(context, {(INPUT, 0): [(0,)]})
-
-
-class Silent:
-    def log(self, *line: object) -> None:
-        pass
 
 
 @contextmanager
@@ -167,61 +162,48 @@ def stored(bridge: Bridge, seconds: float | None = None) -> Transaction:
 K = KafkaError
 RETRIED = [K.COORDINATOR_LOAD_IN_PROGRESS, K.COORDINATOR_NOT_AVAILABLE, K.NOT_COORDINATOR, HANG_UP]
 SHUT_OUT = "ended the transaction.*run it again"
+NO_RIGHT_TO_ID, NO_RIGHT_TO_TOPIC = K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, K.TOPIC_AUTHORIZATION_FAILED
 
 # Our own requests bring these, and try again what passes by itself.
 ACKS = "acknowledgements"
 
+ADD = "AddPartitionsToTxn"
+FENCED = (K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED)
+FORGOTTEN = (K.INVALID_PRODUCER_ID_MAPPING, K.UNKNOWN_PRODUCER_ID, K.TRANSACTION_ABORTABLE)
+NOT_STORED_YET = (
+    *(K.NOT_ENOUGH_REPLICAS, K.NOT_ENOUGH_REPLICAS_AFTER_APPEND),
+    *(K.REQUEST_TIMED_OUT, K.KAFKA_STORAGE_ERROR),
+)
+NEEDS_WRITE = "needs Write on every topic that it sends to"
+OTHER_MEMBERS = (K.ILLEGAL_GENERATION, K.UNKNOWN_MEMBER_ID, K.FENCED_INSTANCE_ID, K.STALE_MEMBER_EPOCH)
+
+Refusal = tuple[str, int, type[TxnBridgeError] | None, str]
+
+
+def by_name(request: str, raised: type[TxnBridgeError], *codes: int) -> list[Refusal]:
+    """Return the rows of errors that the message names."""
+    return [(request, code, raised, f"{KafkaError(code).name()}.*{AGAIN}") for code in codes]
+
+
 # Request, error, what is raised (nothing: it was tried again and is committed), what the message says.
-REFUSALS: list[tuple[str, int, type[TxnBridgeError] | None, str]] = [
-    *[(request, code, COMMITTED, "") for request in ("AddPartitionsToTxn", "Produce") for code in RETRIED],
-    *[("EndTxn", code, COMMITTED, "") for code in RETRIED],
-    ("AddPartitionsToTxn", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
-    ("AddPartitionsToTxn", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
-    ("AddPartitionsToTxn", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
-    ("AddPartitionsToTxn", K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
-    ("AddPartitionsToTxn", K.INVALID_PRODUCER_ID_MAPPING, DeliveryFailed, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
-    ("AddPartitionsToTxn", K.UNKNOWN_PRODUCER_ID, DeliveryFailed, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
-    ("AddPartitionsToTxn", K.TRANSACTION_ABORTABLE, DeliveryFailed, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
-    ("AddPartitionsToTxn", K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "needs Write on every topic that it sends to"),
-    ("AddPartitionsToTxn", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
-    ("Produce", K.NOT_ENOUGH_REPLICAS, COMMITTED, ""),
-    ("Produce", K.NOT_ENOUGH_REPLICAS_AFTER_APPEND, COMMITTED, ""),
-    ("Produce", K.REQUEST_TIMED_OUT, COMMITTED, ""),
-    ("Produce", K.KAFKA_STORAGE_ERROR, COMMITTED, ""),
-    ("Produce", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
-    ("Produce", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
+REFUSALS: list[Refusal] = [
+    *[(request, code, COMMITTED, "") for request in (ADD, "Produce", "EndTxn") for code in RETRIED],
+    *[(request, K.CONCURRENT_TRANSACTIONS, COMMITTED, "") for request in (ADD, "EndTxn")],
+    *[("Produce", code, COMMITTED, "") for code in NOT_STORED_YET],
+    *[(request, code, TransactionAborted, SHUT_OUT) for request in (ADD, "Produce", ACKS, "EndTxn") for code in FENCED],
+    *[(request, K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT) for request in (ADD, "EndTxn")],
     ("Produce", K.OUT_OF_ORDER_SEQUENCE_NUMBER, TransactionAborted, f"the client failed.*{AGAIN}"),
-    ("Produce", K.INVALID_TXN_STATE, DeliveryFailed, f"INVALID_TXN_STATE.*{AGAIN}"),
-    ("Produce", K.INVALID_PRODUCER_ID_MAPPING, DeliveryFailed, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
-    ("Produce", K.UNKNOWN_PRODUCER_ID, DeliveryFailed, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
-    ("Produce", K.CONCURRENT_TRANSACTIONS, DeliveryFailed, f"CONCURRENT_TRANSACTIONS.*{AGAIN}"),
-    ("Produce", K.TRANSACTION_ABORTABLE, DeliveryFailed, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
+    *by_name(ADD, DeliveryFailed, *FORGOTTEN),
+    *by_name("Produce", DeliveryFailed, *FORGOTTEN, K.INVALID_TXN_STATE, K.CONCURRENT_TRANSACTIONS),
+    *by_name(ACKS, TransactionAborted, *FORGOTTEN, K.INVALID_TXN_STATE),
+    *by_name("EndTxn", TransactionAborted, *FORGOTTEN, K.REQUEST_TIMED_OUT),
     ("Produce", K.MSG_SIZE_TOO_LARGE, DeliveryFailed, r"larger than its topic's max\.message\.bytes"),
-    ("Produce", K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "needs Write on every topic that it sends to"),
-    ("Produce", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
-    (ACKS, K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
-    (ACKS, K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
-    (ACKS, K.INVALID_TXN_STATE, TransactionAborted, f"INVALID_TXN_STATE.*{AGAIN}"),
-    (ACKS, K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
-    (ACKS, K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
-    (ACKS, K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
     (ACKS, K.KAFKA_STORAGE_ERROR, errors.StorageFailed, "KAFKA_STORAGE_ERROR"),
+    *[(ACKS, code, errors.Conflict, f"group {GROUP}.*other members") for code in OTHER_MEMBERS],
+    *[(request, NO_RIGHT_TO_ID, AccessDenied, WRITE_ON_ID) for request in (ADD, "Produce", ACKS, "EndTxn")],
+    *[(request, NO_RIGHT_TO_TOPIC, AccessDenied, NEEDS_WRITE) for request in (ADD, "Produce")],
+    (ACKS, NO_RIGHT_TO_TOPIC, AccessDenied, "Read on those it acknowledges"),
     (ACKS, K.GROUP_AUTHORIZATION_FAILED, AccessDenied, f"group {GROUP}.* needs Read on the group"),
-    (ACKS, K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
-    (ACKS, K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "Read on those it acknowledges"),
-    *[
-        (ACKS, code, errors.Conflict, f"group {GROUP}.*other members")
-        for code in (K.ILLEGAL_GENERATION, K.UNKNOWN_MEMBER_ID, K.FENCED_INSTANCE_ID, K.STALE_MEMBER_EPOCH)
-    ],
-    ("EndTxn", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
-    ("EndTxn", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
-    ("EndTxn", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
-    ("EndTxn", K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
-    ("EndTxn", K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
-    ("EndTxn", K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
-    ("EndTxn", K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
-    ("EndTxn", K.REQUEST_TIMED_OUT, TransactionAborted, f"REQUEST_TIMED_OUT.*{AGAIN}"),
-    ("EndTxn", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
 ]
 
 
@@ -341,23 +323,16 @@ TRUTHS: dict[str, tuple[tuple[str, int, int], type[TxnBridgeError] | None]] = {
     "committed by whoever opened it again": (("CompleteCommit", 1, 0), EvidenceLost),
     "expired and used again": (("CompleteCommit", 0, 1), EvidenceLost),
 }
-AMBIGUOUS = [
-    K.INVALID_PRODUCER_EPOCH,
-    K.INVALID_TXN_STATE,
-    K.TRANSACTION_ABORTABLE,
-    *[
-        pytest.param(code, marks=pytest.mark.full)  # each takes the way of one of those
-        for code in (K.PRODUCER_FENCED, K.INVALID_PRODUCER_ID_MAPPING, K.UNKNOWN_PRODUCER_ID, K.REQUEST_TIMED_OUT)
-    ],
-]
-
+AMBIGUOUS = [K.INVALID_PRODUCER_EPOCH, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE]
+# Each takes the way of one of those.
+ALIKE = [K.PRODUCER_FENCED, K.INVALID_PRODUCER_ID_MAPPING, K.UNKNOWN_PRODUCER_ID, K.REQUEST_TIMED_OUT]
 
 # Of one that was refused once and for all, and of which the coordinator has no word any more: it was not carried out.
 CERTAIN = {K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE, K.INVALID_PRODUCER_ID_MAPPING}
 
 
 @pytest.mark.parametrize("truth", TRUTHS)
-@pytest.mark.parametrize("code", AMBIGUOUS, ids=title)
+@pytest.mark.parametrize("code", [*AMBIGUOUS, *[pytest.param(c, marks=pytest.mark.full) for c in ALIKE]], ids=title)
 def test_a_refused_commit_is_what_its_coordinator_says_it_is(world: World, code: int, truth: str) -> None:
     bridge = world.connect()
     (state, epochs, producers), raised = TRUTHS[truth]
@@ -393,7 +368,7 @@ def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "denied"])
-@pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE], ids=title)
+@pytest.mark.parametrize("code", AMBIGUOUS, ids=title)
 def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown(world: World, code: int, how: str):
     bridge = world.connect()
     world.cluster.fail("EndTxn", code)
@@ -588,15 +563,19 @@ def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code
     publisher.close()
 
 
+def looked_at_topic(bridge: Bridge, seconds: float) -> tuple[Transaction, KafkaWriter]:
+    txn = bridge.transaction(timeout=seconds)
+    writer_of(txn).send_many(TOPIC, [])  # so that the writer has looked at the topic
+    return txn, writer_of(txn)
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
 def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(world, with_timing, many):
     """Longer than Python's stack is deep."""
     with_timing(buffer_poll=0.0)
     bridge = world.connect()
     send(bridge)
-    txn = bridge.transaction()
-    writer = writer_of(txn)
-    writer.send_many(TOPIC, [])  # so that the writer has looked at the topic
+    txn, writer = looked_at_topic(bridge, TIMEOUT)
     produce, refusals = writer.quick[TOPIC], iter(range(5000))
 
     def full(*message: object, **where: object) -> None:
@@ -615,10 +594,7 @@ def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(world, 
 
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
 def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(world: World, bridge: Bridge, many: bool):
-    txn = bridge.transaction(timeout=SHORT)
-    writer = writer_of(txn)
-    writer.send_many(TOPIC, [])  # so that the writer has looked at the topic
-
+    txn, writer = looked_at_topic(bridge, SHORT)
     writer.quick[TOPIC] = raising(BufferError("full"))
     with within(SHORT), pytest.raises(errors.DeadlineExceeded, match="waiting for the broker to take messages"):
         with txn:

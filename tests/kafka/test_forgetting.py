@@ -11,8 +11,8 @@ from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
 
 import txnbridge
-from tests.kafka.kit import describe, flush, requests_of, without_epoch_bumps
-from tests.kafka.test_admin import LONG, MakeAdmin, commit_one, make_admin, producer_of, visible, write  # noqa: F401
+from tests.kafka.kit import LONG, describe, flush, plain_producer, requests_of, without_epoch_bumps, write
+from tests.kafka.test_admin import MakeAdmin, commit_one, make_admin, visible  # noqa: F401
 from txnbridge import Bridge, Outcome, Token, Transaction
 from txnbridge.spi import Deadline
 
@@ -116,7 +116,7 @@ def test_ending_by_token_finishes_what_a_coordinator_forgot_that_died_meanwhile(
 ):
     without_epoch_bumps(monkeypatch)  # else its producer could not write on
     make_admin(unverified).create_topic(owner, 1, Deadline(LONG))
-    producer = producer_of(unverified, owner)
+    producer = plain_producer(unverified, owner)
     write(producer, owner, b"1")
     last = CoordinatorSession.last_transaction
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient
 from txnbridge_kafka.client.requests import Requests
 
 import txnbridge
+from tests.kafka.kit import plain_admin
 from tests.renewed_topics import delete_at_first
 from txnbridge import Bridge
 
@@ -58,8 +58,8 @@ def test_control_markers_are_no_lag_for_any_group(bridge: Bridge, unique: Callab
                 txn.abort()
     for group, count in counts.items():
         read_up_to(bridge, topic, group, count)
-    retention = AdminClient({"bootstrap.servers": bridge.url.removeprefix("kafka://").partition("?")[0]})
-    assert [each.result() for each in retention.delete_records([TopicPartition(topic, 0, 2)]).values()]
+    admin = plain_admin(bridge.url)
+    assert [each.result() for each in admin.delete_records([TopicPartition(topic, 0, 2)]).values()]
     found = bridge.admin.describe_groups([*counts, unique("nobody")])
     lags = {name: group.lag[topic, 0] for name, group in found.items()}
     assert lags == {name: 602 - count if count < 300 else 0 for name, count in counts.items()}

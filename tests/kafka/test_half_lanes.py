@@ -1,20 +1,17 @@
 """Half messages in lanes on a real broker: what it refuses and loses, large ones and many."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
-from confluent_kafka.admin._resource import ResourceType
-from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, values
 
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, lanes
+from tests.kafka.kit import configure
 from tests.kill_walk import KillWalk
 from txnbridge import Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
 from txnbridge._base.connection import Connection
@@ -23,22 +20,9 @@ COMMIT, UNDECIDED = Decision.COMMIT, Decision.UNDECIDED
 
 
 @pytest.fixture(autouse=True)
-def _soon() -> Iterator[None]:
-    timing = Connection.timing
-    Connection.timing = replace(timing, lane_beat=0.5, lane_look=0.2, lane_takeover=3.0)
-    yield
-    Connection.timing = timing
-
-
-@pytest.fixture
-def admin(kafka_broker: brokers.Broker) -> AdminClient:
-    return AdminClient({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
-
-
-def configure(admin: AdminClient, topic: str, name: str, value: str) -> None:
-    entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
-    admin.incremental_alter_configs([resource])[resource].result()
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = replace(Connection.timing, lane_beat=0.5, lane_look=0.2, lane_takeover=3.0)
+    monkeypatch.setattr(Connection, "timing", quick)
 
 
 def obey(txn: HalfTransaction, decision: Decision) -> Decision:
@@ -122,18 +106,13 @@ def test_large_half_messages_of_two_threads_and_one_of_many_messages_are_publish
                 txn.send_many(topic, [value] * count)
             outcomes.append(txn.outcome)
 
-        threads = [threading.Thread(target=sell, args=(big, b"x" * 900_000, 40)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(2):
+                threads.submit(sell, big, b"x" * 900_000, 40)
         sell(many, b"x" * 100, 50_000)
         sell(after, b"1", 1)
     assert outcomes == [Outcome.COMMITTED] * 4
-    assert [bridge.admin.bounds(name)[name, 0][1] >= (count,) for name, count in ((big, 80), (many, 50_000))] == [
-        True,
-        True,
-    ]
+    assert all(bridge.admin.bounds(name)[name, 0][1] >= (count,) for name, count in ((big, 80), (many, 50_000)))
     assert len(bridge.read(big, 100)) == 80
 
 

@@ -16,8 +16,8 @@ from txnbridge_kafka.topics import offsets_partition
 import txnbridge
 from tests.failing import EACH, answer_calls, fail_call
 from tests.java_kit import ask_java
-from tests.kafka.kit import without_epoch_bumps
-from tests.kafka.test_admin import LONG, Held, MakeAdmin, begin_again, commit_one, make_admin, producer_of, write  # noqa: F401
+from tests.kafka.kit import LONG, plain_producer, without_epoch_bumps, write
+from tests.kafka.test_admin import Held, MakeAdmin, commit_one, end_another, make_admin  # noqa: F401
 from txnbridge.errors import AccessDenied, StorageFailed
 from txnbridge.spi import Deadline
 
@@ -43,7 +43,7 @@ def owner_of(held: Held) -> str:
 
 def test_the_next_abort_of_the_plain_client_destroys_what_was_committed(hold: Hold) -> None:
     held = hold(True)
-    again = producer_of(held.broker, held.id)
+    again = plain_producer(held.broker, held.id)
     write(again, held.topic, b"again")
     again.abort_transaction(LONG)
     commit_one(held.broker, held.topic, b"later")
@@ -68,13 +68,7 @@ def test_a_transaction_without_its_marker_is_finished_before_our_next_message_in
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_the_outcome_of_a_later_transaction_elsewhere_decides_no_missing_marker(hold: Hold, commit: bool, again: bool):
     held = hold(commit)
-    requests = held.admin.requests
-    if again:
-        requests.fence(held.id, 60_000, Deadline(LONG))
-    begin_again(held, requests.describe)
-    told = requests.describe([held.id], Deadline(LONG))[held.id]
-    assert requests.end(held.id, told.pid, told.epoch, not commit, Deadline(LONG)).code == 0
-    assert wait_until(lambda: held.state() == ("CompleteAbort" if commit else "CompleteCommit"), LONG)
+    end_another(held, not commit, again)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     kept = [b"before", b"held"] if commit else []

@@ -1,14 +1,11 @@
 """Tests of the outcome that a program gets when the network, the broker or its process fails at an end."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_conformance.faults import programs
@@ -16,12 +13,8 @@ from txnbridge_conformance.observing import eventually, seen, send, values
 
 import txnbridge
 from tests.in_time import within
-from tests.kafka.kit import describe, flush, writer_of
+from tests.kafka.kit import FORGETFUL, describe, flush, plain_admin, plain_producer, write, writer_of
 from txnbridge import Bridge, Outcome, Token, TokenState, errors
-
-_silent = logging.getLogger("tests.kafka.outcomes")
-_silent.addHandler(logging.NullHandler())
-_silent.propagate = False
 
 # The time of a transaction in these tests, within which the client asks a silent broker at least twice.
 SECONDS = 4.0
@@ -123,12 +116,7 @@ def test_a_commit_whose_answer_is_lost_stays_committed_when_a_stranger_aborts_on
         committing = other.submit(txn.commit)
         hold.wait()
         eventually(lambda: describe(bridge, f"{owner}.0")[f"{owner}.0"].state == "CompleteCommit", "it is committed")
-        servers = kafka_broker.url.removeprefix("kafka://")
-        stranger = Producer({"bootstrap.servers": servers, "transactional.id": f"{owner}.0"}, logger=_silent)
-        stranger.init_transactions(30)
-        stranger.begin_transaction()
-        stranger.produce(topic, b"never")
-        stranger.flush(30)
+        write(stranger := plain_producer(kafka_broker, f"{owner}.0"), topic, b"never")
         stranger.abort_transaction(30)
         hold.drop()
         proxy.cut()
@@ -234,13 +222,7 @@ def test_prepared_ones_survive_their_process_and_their_broker(run, txnbridge_url
 @pytest.fixture
 def forgetful(start_kafka: StartKafka) -> brokers.Broker:
     """A broker that forgets an id that was not used for three seconds."""
-    return start_kafka(
-        settings={
-            "transactional.id.expiration.ms": "3000",
-            "transaction.remove.expired.transaction.cleanup.interval.ms": "500",
-            "producer.id.expiration.ms": "3000",
-        }
-    )
+    return start_kafka(settings={**FORGETFUL, "producer.id.expiration.ms": "3000"})
 
 
 def test_an_id_that_the_broker_forgot_aborts_at_most_one_transaction(forgetful: brokers.Broker, owner: str) -> None:
@@ -293,8 +275,5 @@ def test_a_token_is_committed_while_its_coordinator_moves(start_kafka: StartKafk
 
 def coordinator(broker: brokers.Broker) -> int:
     """The node that coordinates all transactions: the leader of the one partition that they are kept in."""
-    client = AdminClient({"bootstrap.servers": broker.url.removeprefix("kafka://")}, logger=_silent)
-    leader: int = (
-        client.list_topics("__transaction_state", timeout=30).topics["__transaction_state"].partitions[0].leader
-    )
-    return leader
+    topics = plain_admin(broker).list_topics("__transaction_state", timeout=30).topics
+    return int(topics["__transaction_state"].partitions[0].leader)

@@ -70,14 +70,8 @@ def ask(bridge: txnbridge.Bridge) -> bool:
 
 @pytest.mark.full
 def test_on_several_nodes_weak_topics_are_warned_of_once_a_bridge(start_kafka, caplog):
-    broker = start_kafka(
-        nodes=3,
-        settings={
-            "transaction.state.log.min.isr": "1",
-            "min.insync.replicas": "1",
-            "offsets.topic.replication.factor": "1",
-        },
-    )
+    weak = {"transaction.state.log.min.isr": "1", "min.insync.replicas": "1"}
+    broker = start_kafka(nodes=3, settings={**weak, "offsets.topic.replication.factor": "1"})
     with txnbridge.connect(broker.url, transactional_id="one", create_topics=1) as bridge:
         with bridge.transaction() as txn:
             txn.send("topic", b"1")

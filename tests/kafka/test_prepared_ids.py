@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from txnbridge_kafka.admin.admin import KafkaAdmin
-from txnbridge_kafka.client.protocol_types import TransactionDescription
+from txnbridge_kafka.client.protocol_types import EndTxnResult, TransactionDescription
 from txnbridge_kafka.write.owner import KafkaOwner
 from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
@@ -32,6 +33,7 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def open(session: ProducerSession, deadline: Deadline) -> None:
         opened.append((session.id, session.timeout_ms))
         producer: Any = SimpleNamespace(begin=lambda: None, drop=lambda: None, taint_reason=lambda: "")
+        producer.flush = lambda deadline: None
         session.producer, session.stale = producer, ""
 
     monkeypatch.setattr(ProducerSession, "open", open)
@@ -45,11 +47,15 @@ def make_pool(
     longest_ms: int = LONGEST_MS,
     describe: Callable[..., Any] = lambda *asked: {},
     default_ms: int = LONGEST_MS,
+    **more: Callable[..., Any],
 ) -> PreparedIdPool:
-    nothing = SimpleNamespace(describe=describe)
+    nothing = SimpleNamespace(describe=describe, add_offsets=lambda *asked: None, **more)
     owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
     owner.check = owner.open_once = lambda deadline: None
-    cluster: Any = SimpleNamespace(requests=nothing, settings=SimpleNamespace(common_logs=common_logs))
+    owner.ledger = SimpleNamespace(record=lambda *record: None)
+    events = SimpleNamespace(step=lambda *step, **data: nullcontext())
+    settings = SimpleNamespace(common_logs=common_logs, prefix="")
+    cluster: Any = SimpleNamespace(requests=nothing, settings=settings, events=events)
     return PreparedIdPool(cluster, owner, min(default_ms, longest_ms), longest_ms)
 
 
@@ -96,13 +102,22 @@ def test_a_part_of_a_span_tells_by_its_time_out_how_long_its_process_may_prepare
 def test_a_part_whose_prepare_record_others_might_not_find_does_not_tell() -> None:
     begin = Begin("txn", Deadline(30), prepare=True, hold=600.0, in_span=True)
     assert make_pool(4, common_logs=False).timeout_ms(begin) == 630_000
-    id = f"shop.{16 * 'a'}.p0"
-    assert (listed_until(id, 630_030), listed_until(id, 630_030, common_logs=False)) == (30_000, None)
 
 
-def test_a_part_whose_owner_no_log_knows_that_can_be_read_does_not_tell() -> None:
-    """It may be prepared, and the log that says so belongs to an application whose topics this bridge does not see."""
-    assert listed_until(f"shop.{16 * 'a'}.p0", 630_030, known=False) is None
+@pytest.mark.parametrize(
+    ("listed", "until"),
+    [
+        ({}, 30_000),
+        ({"common_logs": False}, None),
+        # It may be prepared, and the log that says so is of an application whose topics this bridge does not see.
+        ({"known": False}, None),
+        # An id without an opening is not one of a part.
+        ({"id": "payments.p1", "timeout_ms": 900_010}, None),
+    ],
+    ids=str,
+)
+def test_a_part_tells_in_the_list_until_when_it_may_be_prepared_if_its_log_can_be_read(listed, until):
+    assert listed_until(**listed) == until
 
 
 @pytest.mark.parametrize("hold", [None, 900.0])
@@ -111,11 +126,10 @@ def test_a_brokers_largest_time_out_with_odd_milliseconds_tells_nothing(hold: fl
     assert make_pool(4, longest_ms=900_010).timeout_ms(begin) == 900_000
 
 
-def test_an_id_without_an_opening_is_not_one_of_a_part() -> None:
-    assert listed_until("payments.p1", 900_010) is None
+PART = f"shop.{16 * 'a'}.p0"
 
 
-def listed_until(id: str, timeout_ms: int, common_logs: bool = True, known: bool = True) -> int | None:
+def listed_until(id: str = PART, timeout_ms: int = 630_030, common_logs: bool = True, known: bool = True) -> int | None:
     """Return the time until which an open transaction that began at 0 may be prepared, as it is listed."""
     last = TransactionDescription(id, "Ongoing", 1, 0, 0, timeout_ms, ())
     requests = SimpleNamespace(cluster_id=lambda _: "c", transactions=lambda *_: [last], describe=lambda *_: {id: last})
@@ -170,6 +184,21 @@ def test_an_exception_of_a_signal_handler_takes_no_id_from_the_pool(openings):
         pool.take(Deadline(5)).close()
 
     assert interrupted_everywhere(take, take, ["prepared.py"])
+
+
+def test_a_transaction_that_is_interrupted_right_after_it_was_prepared_is_aborted(openings):
+    ended, last = list[bool](), TransactionDescription("", "Ongoing", 1, 0, 5, 1, ())
+
+    def end(id: str, pid: int, epoch: int, commit: bool, deadline: Deadline) -> EndTxnResult:
+        ended.append(commit)
+        return EndTxnResult(0, pid, epoch)
+
+    writer = make_pool(1, describe=lambda ids, deadline: dict.fromkeys(ids, last), end=end).take(Deadline(30))
+    writer.begin(Begin("txn", Deadline(30), prepare=True, hold=None))
+    writer.session.opened = last
+    writer.prepare(Deadline(30))
+    writer.abort(Deadline(30))
+    assert ended == [False]
 
 
 def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_deadline():

@@ -6,13 +6,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
-from tests.kafka.test_half_lanes import configure
+from tests.kafka.kit import configure, plain_admin
 from txnbridge import Bridge, Conflict, Fenced, Message, Processor, Transaction
 from txnbridge.testing import recorded
 
@@ -131,8 +130,7 @@ def test_an_output_above_its_topics_limit_is_a_failure_of_its_message_alone(
 ) -> None:
     """Only the broker knows a topic's own limit, and says so after the client has taken the message."""
     source, target, dead = new_topic(1), new_topic(1), new_topic(1)
-    admin = AdminClient({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
-    configure(admin, target, "max.message.bytes", "1000")
+    configure(plain_admin(kafka_broker), target, "max.message.bytes", "1000")
     inputs = [b"1", b"2", bytes(5000), b"3", b"4"]
     send(bridge, source, *inputs)
 

@@ -6,21 +6,15 @@ from dataclasses import replace
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from txnbridge_conformance import faults
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes, wait_until
-from tests.kafka.kit import topics_of
-from tests.kafka.test_decision_log import client_settings, pausing, settings_for  # noqa: F401
+from tests.kafka.kit import bootstrap_of, silent, topics_of
+from tests.kafka.test_decision_log import pausing, settings_for  # noqa: F401
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, NotFound
 from txnbridge.spi import Deadline
-
-
-@pytest.fixture
-def admin(kafka_broker):
-    return AdminClient(client_settings(kafka_broker.url))
 
 
 @pytest.fixture
@@ -64,7 +58,8 @@ def send(publisher, topic, value, key=None, headers=None, partition=None, timest
 
 def stored(url, topic, partition=0):
     """Every message of a partition."""
-    consumer = Consumer({**client_settings(url), "group.id": "nobody", "enable.partition.eof": True})
+    settings = {"bootstrap.servers": bootstrap_of(url), "group.id": "nobody", "enable.partition.eof": True}
+    consumer = Consumer(settings, logger=silent)
     consumer.assign([TopicPartition(topic, partition, 0)])
     found = []
     while (message := consumer.poll(30)) is not None and message.error() is None:
@@ -151,14 +146,24 @@ def test_no_message_is_stored_behind_one_that_the_broker_refuses(kafka_broker, o
     assert others == list(range(1, 2 * len(others) + 1, 2))
 
 
-def test_a_topic_that_is_deleted_fails_the_publisher(kafka_broker, open_publisher, topic, admin, make_topic):
-    other = make_topic()
-    # By itself the client believes for half a minute that the topic is only late.
-    publisher = open_publisher(**{"topic.metadata.propagation.max.ms": "1000"})
-    send(publisher, topic, b"1")
-    send(publisher, other, b"1")
-    publisher.flush(Deadline(30))
-    admin.delete_topics([topic])[topic].result()
+@pytest.fixture
+def published(open_publisher, topic, admin, make_topic):
+    """Return a publisher that has used two topics, the first of which was deleted, and the other topic."""
+
+    def publish(propagation_ms):
+        # By itself the client believes for half a minute that the topic is only late.
+        publisher, other = open_publisher(**{"topic.metadata.propagation.max.ms": propagation_ms}), make_topic()
+        send(publisher, topic, b"1")
+        send(publisher, other, b"1")
+        publisher.flush(Deadline(30))
+        admin.delete_topics([topic])[topic].result()
+        return publisher, other
+
+    return publish
+
+
+def test_a_topic_that_is_deleted_fails_the_publisher(kafka_broker, published, topic):
+    publisher, other = published("1000")
     send(publisher, topic, b"2")
     with pytest.raises(DeliveryFailed):
         publisher.flush(Deadline(60))
@@ -167,13 +172,8 @@ def test_a_topic_that_is_deleted_fails_the_publisher(kafka_broker, open_publishe
     assert values(kafka_broker.url, other) == [b"1"]
 
 
-def test_a_topic_known_to_be_gone_is_not_found_and_others_go_on(kafka_broker, open_publisher, topic, admin, make_topic):
-    other = make_topic()
-    publisher = open_publisher(**{"topic.metadata.propagation.max.ms": "1"})
-    send(publisher, topic, b"1")
-    send(publisher, other, b"1")
-    publisher.flush(Deadline(30))
-    admin.delete_topics([topic])[topic].result()
+def test_a_topic_known_to_be_gone_is_not_found_and_others_go_on(kafka_broker, published, topic):
+    publisher, other = published("1")
     wait_until(lambda: publisher._producer.list_topics(topic, timeout=10).topics[topic].error is not None)
     with pytest.raises(NotFound):
         send(publisher, topic, b"2")

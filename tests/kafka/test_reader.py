@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import confluent_kafka.admin
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, TopicPartition
 from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.reader import KafkaReader
@@ -19,17 +18,20 @@ from txnbridge_kafka.settings.security import Access
 from tests.core import reading_kit
 from tests.core.reading_kit import rows, values
 from tests.in_time import wait_until, within
-from tests.kafka.kit import topics_of
+from tests.kafka.kit import bootstrap_of, kafka_names, plain_admin, plain_producer, topics_of
 from tests.kafka.mock_kit import produce
 from tests.keeping import keeping
 from txnbridge import errors
 from txnbridge.spi import Context, Deadline, Emitter, Subscription
 
-ADMIN: Any = confluent_kafka.admin  # its list of names has gaps
 COOPERATIVE = {"assignment": "cooperative-sticky"}
 EAGER = {"assignment": "range"}
 CONSUMER = {"group_protocol": "consumer"}
 KINDS = pytest.mark.parametrize("kind", [COOPERATIVE, EAGER, CONSUMER], ids=["cooperative", "eager", "consumer"])
+ALONE = pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+ALL_KINDS = pytest.mark.parametrize(
+    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
+)
 APPLICATION = "reader-tests"
 
 
@@ -123,8 +125,7 @@ class Cluster:
     """A broker, with the raw client's means to bring about what is to be read."""
 
     def __init__(self, broker):
-        self.bootstrap = broker if isinstance(broker, str) else broker.url.removeprefix("kafka://")
-        self.admin = ADMIN.AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+        self.bootstrap, self.admin = bootstrap_of(broker), plain_admin(broker)
         self.ledgers = {}
         self._writer = None
 
@@ -137,15 +138,13 @@ class Cluster:
 
     def topic(self, partitions=1):
         name = f"reader-{uuid.uuid4().hex[:12]}"
-        for made in self.admin.create_topics([ADMIN.NewTopic(name, partitions, 1)]).values():
+        for made in self.admin.create_topics([kafka_names.NewTopic(name, partitions, 1)]).values():
             made.result(20)
         return name
 
     def producer(self):
         """Return a producer that may be in a transaction while another one is."""
-        made = Producer({"bootstrap.servers": self.bootstrap, "transactional.id": uuid.uuid4().hex, "log_level": 0})
-        made.init_transactions(30)
-        return made
+        return plain_producer(self.bootstrap, uuid.uuid4().hex)
 
     def write(self, topic, *values, partition=0, commit=True, **options):
         """Write these values in one transaction."""
@@ -167,7 +166,7 @@ class Cluster:
         return [TopicPartition(topic, number) for number in range(partitions)]
 
     def grow(self, topic, partitions):
-        for done in self.admin.create_partitions([ADMIN.NewPartitions(topic, partitions)]).values():
+        for done in self.admin.create_partitions([kafka_names.NewPartitions(topic, partitions)]).values():
             done.result(20)
         while len(self.admin.list_topics(topic, 20).topics[topic].partitions) < partitions:
             time.sleep(0.01)
@@ -387,7 +386,7 @@ def test_a_group_that_starts_behind_the_latest_loses_nothing_when_its_first_batc
     assert values(join(topic, group, kind, start="latest").take(2)) == [b"new", b"newer"]
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+@ALONE
 def test_latest_is_when_the_reader_was_opened(cluster, join, group, alone):
     topic = cluster.topic()
     cluster.write(topic, b"old")
@@ -597,9 +596,7 @@ def test_a_position_beyond_the_end_is_told(cluster, join):
         member.take(1)
 
 
-@pytest.mark.parametrize(
-    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
-)
+@ALL_KINDS
 def test_after_a_seek_nothing_comes_that_was_fetched_before(cluster, join, group, kind):
     topic = cluster.topic(2)
     count = 3000
@@ -642,7 +639,7 @@ def test_a_time_is_found_among_the_markers_of_transactions(cluster, join):
     assert values(member.take(5)) == [*numbered(2, 6), b"early"]
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+@ALONE
 def test_a_message_given_back_comes_again_with_those_behind_it(cluster, join, group, alone):
     topic = cluster.topic()
     cluster.write(topic, *numbered(5))
@@ -664,9 +661,7 @@ def test_a_position_that_is_none_and_a_partition_that_is_not_here_are_refused(cl
             call()
 
 
-@pytest.mark.parametrize(
-    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
-)
+@ALL_KINDS
 def test_a_paused_partition_delivers_nothing_until_it_is_resumed(cluster, join, group, kind):
     topic = cluster.topic(2)
     member = join(topic, None) if kind is None else join(topic, group, kind)
@@ -815,7 +810,7 @@ def test_a_new_owner_waits_until_the_acknowledgements_of_the_old_one_are_decided
     assert values(second.take(1)) == [b"3"]
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+@ALONE
 def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_kafka, group, alone, capfd):
     broker = start_kafka()
     cluster = Cluster(broker)

@@ -1,6 +1,5 @@
 """Tests of Kafka's answers to raw requests, row by row; every request ends by its deadline."""
 
-import logging
 import re
 import subprocess
 import sys
@@ -25,16 +24,14 @@ from txnbridge_conformance.observing import take
 from txnbridge_kafka.client import request_retry
 from txnbridge_kafka.client.protocol_types import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.settings import KafkaSettings
-from txnbridge_kafka.settings.security import Access
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, topic_appears
 from tests.failing import EACH, fail_call
 from tests.in_time import takes
 from tests.inside import broker_of
-from tests.kafka.kit import stand_still, without_epoch_bumps
-from tests.kafka.test_admin import visible
+from tests.kafka.kit import LONG, bootstrap_of, plain_producer, stand_still, without_epoch_bumps, write
+from tests.kafka.test_admin import settings_of, visible
 from tests.keeping import keeping
 from txnbridge import errors
 from txnbridge.spi import Deadline
@@ -42,18 +39,10 @@ from txnbridge.spi import Deadline
 pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
 
 COMMIT, ABORT = True, False
-LONG = 30.0
 # So that a transaction can time out within a test; the brokers look twice a second.
 SHORT_MS = 1000
 
 _numbers = count(1)
-_silent = logging.getLogger("tests.kafka.librdkafka")
-_silent.addHandler(logging.NullHandler())
-_silent.propagate = False
-
-
-def settings_for(bootstrap: str) -> KafkaSettings:
-    return KafkaSettings(bootstrap, {}, Access(), LONG, None, "tests", 0)
 
 
 @dataclass
@@ -67,31 +56,15 @@ class World:
     id: str = field(default_factory=lambda: f"requests-{next(_numbers)}")
     producers: list[Producer] = field(default_factory=list)
 
-    @property
-    def bootstrap(self) -> str:
-        return self.broker.url.removeprefix("kafka://")
-
     def opened(self, id: str | None = None, timeout_ms: int = 60_000) -> Producer:
         """A: a producer whose id is open."""
-        settings = {
-            "bootstrap.servers": self.bootstrap,
-            "transactional.id": id or self.id,
-            "transaction.timeout.ms": timeout_ms,
-        }
-        producer = Producer(settings, logger=_silent)
-        producer.init_transactions(LONG)
-        self.producers.append(producer)
-        return producer
+        self.producers.append(plain_producer(self.broker, id or self.id, timeout_ms))
+        return self.producers[-1]
 
     def begun(self, timeout_ms: int = 60_000) -> tuple[int, int]:
         """A writes one message in a transaction and does nothing more: its pid and epoch."""
-        self.write(self.opened(timeout_ms=timeout_ms))
+        write(self.opened(timeout_ms=timeout_ms), self.topic, self.id.encode())
         return self.who()
-
-    def write(self, producer: Producer) -> None:
-        producer.begin_transaction()
-        producer.produce(self.topic, self.id.encode())
-        assert producer.flush(LONG) == 0
 
     def described(self) -> TransactionDescription:
         return self.requests.describe([self.id], Deadline(LONG))[self.id]
@@ -122,7 +95,7 @@ class World:
 @pytest.fixture
 def make_world() -> Iterator[Callable[..., World]]:
     def make(broker: brokers.Broker, version: int | None = None) -> World:
-        ours = Requests(settings_for(broker.url.removeprefix("kafka://")))
+        ours = Requests(settings_of(broker))
         topic = f"requests-topic-{next(_numbers)}"
         # A broker that was killed or paused by the test before may be out of the controller's count for a moment.
         assert wait_until(lambda: create_topic(port_of(broker), topic) == 0, LONG)
@@ -148,76 +121,25 @@ def older_end(monkeypatch) -> None:
 Situation = Callable[[World], tuple[int, int]]
 
 
-def open_one(world: World) -> tuple[int, int]:
-    return world.begun()
-
-
-def committed_one(world: World) -> tuple[int, int]:
+def ended_one(world: World, commit: bool) -> tuple[int, int]:
     who = world.begun()
-    assert world.end(who, COMMIT).code == 0
+    assert world.end(who, commit).code == 0
     return who
 
 
-def committed_by_its_producer(world: World) -> tuple[int, int]:
-    """Commit by the oldest request, which is the one that librdkafka knows: the epoch stays."""
+def ended_by_its_producer(world: World, commit: bool) -> tuple[int, int]:
+    """End by the oldest request, which is the one that librdkafka knows: the epoch stays."""
     who = world.begun()
-    world.producers[-1].commit_transaction(LONG)
+    (world.producers[-1].commit_transaction if commit else world.producers[-1].abort_transaction)(LONG)
     assert world.completed().epoch == who[1]
-    return who
-
-
-def aborted_by_its_producer(world: World) -> tuple[int, int]:
-    who = world.begun()
-    world.producers[-1].abort_transaction(LONG)
-    assert world.completed().epoch == who[1]
-    return who
-
-
-def aborted_one(world: World) -> tuple[int, int]:
-    who = world.begun()
-    assert world.end(who, ABORT).code == 0
-    return who
-
-
-def timed_out(world: World) -> tuple[int, int]:
-    return world.timed_out()
-
-
-def timed_out_and_asked_with_the_epoch_since(world: World) -> tuple[int, int]:
-    pid, epoch = world.timed_out()
-    return pid, epoch + 1
-
-
-def opened_again_while_open(world: World) -> tuple[int, int]:
-    who = world.begun()
-    world.opened()
     return who
 
 
 def committed_and_opened_again(world: World) -> tuple[int, int]:
-    who = committed_one(world)
+    who = ended_one(world, COMMIT)
     world.completed()
     world.opened()
     return who
-
-
-def committed_by_the_old_way_and_asked_with_the_next_epoch(world: World) -> tuple[int, int]:
-    pid, epoch = committed_and_opened_again(world)
-    return pid, epoch + 1
-
-
-def empty(world: World) -> tuple[int, int]:
-    world.opened()
-    return world.who()
-
-
-def another_pid(world: World) -> tuple[int, int]:
-    pid, epoch = world.begun()
-    return pid + 100_000, epoch
-
-
-def unknown_id(world: World) -> tuple[int, int]:
-    return 1, 0
 
 
 def lower_epoch(world: World) -> tuple[int, int]:
@@ -228,66 +150,85 @@ def lower_epoch(world: World) -> tuple[int, int]:
     return pid, epoch - 1
 
 
-def higher_epoch(world: World) -> tuple[int, int]:
-    pid, epoch = world.begun()
-    return pid, epoch + 1
-
-
 def committed_and_asked_with_the_epoch_since(world: World) -> tuple[int, int]:
-    pid, epoch = committed_one(world)
+    pid, epoch = ended_one(world, COMMIT)
     assert world.completed().epoch == epoch + 1
     return pid, epoch + 1
 
 
-def committed_and_asked_with_a_higher_epoch(world: World) -> tuple[int, int]:
-    pid, _epoch = committed_one(world)
-    return pid, world.completed().epoch + 1
+def later(who: tuple[int, int], pids: int = 0, epochs: int = 0) -> tuple[int, int]:
+    return who[0] + pids, who[1] + epochs
 
 
-TABLE: list[tuple[Situation, bool, dict[int, int]]] = [
-    (open_one, COMMIT, {4: 0, 5: 0}),
-    (open_one, ABORT, {4: 0, 5: 0}),
-    (committed_one, COMMIT, {4: 0, 5: 0}),
-    (aborted_one, ABORT, {4: 0, 5: 0}),
-    (committed_one, ABORT, {4: 48, 5: 48}),
-    (aborted_one, COMMIT, {4: 48, 5: 48}),
+SITUATIONS: dict[str, Situation] = {
+    "open_one": World.begun,
+    "committed_one": lambda world: ended_one(world, COMMIT),
+    "aborted_one": lambda world: ended_one(world, ABORT),
+    "committed_by_its_producer": lambda world: ended_by_its_producer(world, COMMIT),
+    "aborted_by_its_producer": lambda world: ended_by_its_producer(world, ABORT),
+    "timed_out": World.timed_out,
+    "timed_out_and_asked_with_the_epoch_since": lambda world: later(world.timed_out(), epochs=1),
+    "opened_again_while_open": lambda world: (world.begun(), world.opened())[0],
+    "committed_and_opened_again": committed_and_opened_again,
+    "committed_by_the_old_way_and_asked_with_the_next_epoch": (
+        lambda world: later(committed_and_opened_again(world), epochs=1)
+    ),
+    "empty": lambda world: (world.opened(), world.who())[1],
+    "another_pid": lambda world: later(world.begun(), pids=100_000),
+    "unknown_id": lambda world: (1, 0),
+    "lower_epoch": lower_epoch,
+    "higher_epoch": lambda world: later(world.begun(), epochs=1),
+    "committed_and_asked_with_the_epoch_since": committed_and_asked_with_the_epoch_since,
+    "committed_and_asked_with_a_higher_epoch": (
+        lambda world: (ended_one(world, COMMIT)[0], world.completed().epoch + 1)
+    ),
+}
+
+
+TABLE: list[tuple[str, bool, dict[int, int]]] = [
+    ("open_one", COMMIT, {4: 0, 5: 0}),
+    ("open_one", ABORT, {4: 0, 5: 0}),
+    ("committed_one", COMMIT, {4: 0, 5: 0}),
+    ("aborted_one", ABORT, {4: 0, 5: 0}),
+    ("committed_one", ABORT, {4: 48, 5: 48}),
+    ("aborted_one", COMMIT, {4: 48, 5: 48}),
     # The newer request takes what is complete under its own epoch for the past: a commit has nothing to commit, and an
     # abort is an end of nothing. So it tells nobody how such a transaction ended.
-    (committed_by_its_producer, COMMIT, {4: 0, 5: 48}),
-    (committed_by_its_producer, ABORT, {4: 48, 5: 0}),
-    (aborted_by_its_producer, COMMIT, {4: 48, 5: 48}),
-    (aborted_by_its_producer, ABORT, {4: 0, 5: 0}),
-    (timed_out, COMMIT, {4: 90, 5: 48}),
-    (timed_out, ABORT, {4: 90, 5: 0}),
-    (timed_out_and_asked_with_the_epoch_since, COMMIT, {4: 48, 5: 48}),
-    (opened_again_while_open, COMMIT, {4: 90, 5: 90}),
-    (opened_again_while_open, ABORT, {4: 90, 5: 90}),
-    (committed_and_opened_again, COMMIT, {4: 90, 5: 90}),
-    (committed_by_the_old_way_and_asked_with_the_next_epoch, COMMIT, {4: 48}),
-    (empty, COMMIT, {4: 48, 5: 48}),
-    (empty, ABORT, {4: 48, 5: 0}),
-    (another_pid, COMMIT, {4: 49, 5: 49}),
-    (unknown_id, COMMIT, {4: 49, 5: 49}),
-    (unknown_id, ABORT, {4: 49, 5: 49}),
-    (lower_epoch, COMMIT, {4: 90, 5: 90}),
-    (higher_epoch, COMMIT, {4: 90, 5: 90}),
-    (committed_and_asked_with_the_epoch_since, COMMIT, {5: 48}),
-    (committed_and_asked_with_a_higher_epoch, COMMIT, {4: 90, 5: 90}),
+    ("committed_by_its_producer", COMMIT, {4: 0, 5: 48}),
+    ("committed_by_its_producer", ABORT, {4: 48, 5: 0}),
+    ("aborted_by_its_producer", COMMIT, {4: 48, 5: 48}),
+    ("aborted_by_its_producer", ABORT, {4: 0, 5: 0}),
+    ("timed_out", COMMIT, {4: 90, 5: 48}),
+    ("timed_out", ABORT, {4: 90, 5: 0}),
+    ("timed_out_and_asked_with_the_epoch_since", COMMIT, {4: 48, 5: 48}),
+    ("opened_again_while_open", COMMIT, {4: 90, 5: 90}),
+    ("opened_again_while_open", ABORT, {4: 90, 5: 90}),
+    ("committed_and_opened_again", COMMIT, {4: 90, 5: 90}),
+    ("committed_by_the_old_way_and_asked_with_the_next_epoch", COMMIT, {4: 48}),
+    ("empty", COMMIT, {4: 48, 5: 48}),
+    ("empty", ABORT, {4: 48, 5: 0}),
+    ("another_pid", COMMIT, {4: 49, 5: 49}),
+    ("unknown_id", COMMIT, {4: 49, 5: 49}),
+    ("unknown_id", ABORT, {4: 49, 5: 49}),
+    ("lower_epoch", COMMIT, {4: 90, 5: 90}),
+    ("higher_epoch", COMMIT, {4: 90, 5: 90}),
+    ("committed_and_asked_with_the_epoch_since", COMMIT, {5: 48}),
+    ("committed_and_asked_with_a_higher_epoch", COMMIT, {4: 90, 5: 90}),
 ]
 # What the older cluster and the older version show of it in an ordinary run.
-SHORT = {open_one, empty, unknown_id, committed_by_its_producer}
+SHORT = {"open_one", "empty", "unknown_id", "committed_by_its_producer", "timed_out"}
 
 
 def rows(version: int) -> list[Any]:
     return [
         pytest.param(
-            situation,
+            SITUATIONS[name],
             commit,
             answers[version],
-            id=f"{situation.__name__}-{'commit' if commit else 'abort'}",
-            marks=[] if version == 5 or situation in SHORT or situation is timed_out else pytest.mark.full,
+            id=f"{name}-{'commit' if commit else 'abort'}",
+            marks=[] if version == 5 or name in SHORT else pytest.mark.full,
         )
-        for situation, commit, answers in TABLE
+        for name, commit, answers in TABLE
         if version in answers
     ]
 
@@ -335,13 +276,13 @@ def test_an_older_cluster_answers_end_txn_as_the_table_says(request, older, make
 
 
 def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
-    who = committed_one(world)
+    who = ended_one(world, COMMIT)
     without_epoch_bumps(monkeypatch)
     assert world.end(who, COMMIT) == EndTxnResult(90, *who)
 
 
 def test_an_abort_that_need_not_shut_the_producer_out_never_denies_what_that_has_committed(world):
-    who = committed_by_its_producer(world)
+    who = ended_by_its_producer(world, COMMIT)
     before = world.completed()
     assert world.requests.end(world.id, *who, ABORT, Deadline(LONG)) == EndTxnResult(48, *who)
     assert world.described() == before
@@ -358,7 +299,7 @@ def check_states(world: World) -> None:
     producer = world.opened()
     new = world.described()
     assert (new.state, new.start, new.partitions, new.timeout) == ("Empty", None, (), 60_000)
-    world.write(producer)
+    write(producer, world.topic, world.id.encode())
     mine = world.described()
     assert (mine.state, mine.pid, mine.epoch) == ("Ongoing", new.pid, new.epoch)
     assert mine.partitions == ((world.topic, 0),)
@@ -398,7 +339,7 @@ def test_after_a_time_out_the_start_is_still_told(world):
 
 
 def test_opening_an_id_again_destroys_the_evidence(world):
-    committed_one(world)
+    ended_one(world, COMMIT)
     world.completed()
     world.opened()
     assert (world.described().state, world.described().start) == ("Empty", None)
@@ -409,7 +350,7 @@ def test_kafka_3_9_describes_an_id_from_birth_to_time_out(older_kafka, make_worl
     world = make_world(older_kafka)
     check_states(world)
     # It keeps the start of what was before: the state has to be looked at first.
-    committed_one(world)
+    ended_one(world, COMMIT)
     start = world.completed().start
     world.opened()
     assert (world.described().state, world.described().start) == ("Empty", start)
@@ -521,14 +462,14 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(world, 
     known.cluster_id(Deadline(LONG))
     paused()
     check_in_time(call, known, 0.5)  # on a connection that is open
-    with_new = Requests(settings_for(world.bootstrap))
+    with_new = Requests(settings_of(world.broker))
     check_in_time(call, with_new, 0.5)  # on one that is accepted and never answered
     with_new.close()
 
 
 @pytest.mark.parametrize("call", ALL.values(), ids=ALL)
 def test_without_a_broker_every_call_ends_by_its_deadline(call):
-    ours = Requests(settings_for("127.0.0.1:1"))
+    ours = Requests(settings_of("127.0.0.1:1"))
     check_in_time(call, ours, 0.3)
     ours.close()
 
@@ -549,7 +490,7 @@ def test_a_server_that_refuses_does_not_keep_the_next_one_from_being_asked(kafka
 
 @pytest.mark.parametrize("call", ALL.values(), ids=ALL)
 def test_a_deadline_that_has_passed_asks_nothing(call):
-    ours = Requests(settings_for("127.0.0.1:1"))
+    ours = Requests(settings_of("127.0.0.1:1"))
     with pytest.raises(errors.DeadlineExceeded, match="no time was left"):
         call(ours, Deadline(0))
     ours.close()
@@ -579,7 +520,7 @@ def test_an_end_that_was_never_asked_for_is_not_called_unknown(world, kafka_brok
 @pytest.fixture
 def through(kafka_broker) -> Iterator[tuple[faults.Proxy, Requests]]:
     with faults.proxy(kafka_broker) as proxy:
-        ours = Requests(settings_for(proxy.url.removeprefix("kafka://")))
+        ours = Requests(settings_of(proxy))
         yield proxy, ours
         ours.close()
 
@@ -692,7 +633,7 @@ def cluster(three_nodes, make_world) -> Iterator[World]:
 def coordinator_of(world: World) -> int:
     """The number of the node that coordinates a world's id."""
 
-    runner = request_retry.RequestRunner(settings_for(world.bootstrap))
+    runner = request_retry.RequestRunner(settings_of(world.broker))
     return runner.repeat(Deadline(LONG), "asking", lambda connections: connections.coordinator(world.id))
 
 
@@ -714,9 +655,9 @@ def test_a_node_that_stands_still_does_not_hold_up_the_others(cluster):
     idle = next(node for node in cluster.broker.nodes if node != coordinator)
     cluster.broker.pause(idle)
     # Whatever node is asked first: a stranger finds one that answers, also in little time.
-    servers = cluster.bootstrap.split(",")
+    servers = bootstrap_of(cluster.broker).split(",")
     for first in range(len(servers)):
-        stranger = Requests(settings_for(",".join(servers[first:] + servers[:first])))
+        stranger = Requests(settings_of(",".join(servers[first:] + servers[:first])))
         assert stranger.describe([cluster.id], Deadline(3)) == {}
         stranger.close()
 

@@ -11,6 +11,7 @@ from txnbridge_conformance.plugin import NewTopic
 import txnbridge
 from tests import retry_live
 from tests.failing import raising
+from tests.kafka.kit import bootstrap_of
 from txnbridge import Abort, Bridge, Message, Transaction
 from txnbridge.testing import recorded
 
@@ -19,14 +20,8 @@ from txnbridge.testing import recorded
 @pytest.mark.timeout(300)
 def test_each_message_has_its_effect_once_though_processors_are_killed(kafka_broker, txnbridge_url, bridge, keep_order):
     def read(topic: str) -> list[bytes]:
-        consumer = Consumer(
-            {
-                "bootstrap.servers": kafka_broker.url.removeprefix("kafka://"),
-                "group.id": f"{topic}-judge",
-                "auto.offset.reset": "earliest",
-                "isolation.level": "read_committed",
-            }
-        )
+        settings = {"bootstrap.servers": bootstrap_of(kafka_broker), "group.id": f"{topic}-judge"}
+        consumer = Consumer({**settings, "auto.offset.reset": "earliest", "isolation.level": "read_committed"})
         consumer.subscribe([topic])
         found: list[bytes] = []
         while retry_live.END not in found:

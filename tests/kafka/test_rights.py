@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import admin as kafka
 from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.observing import eventually, seen, values
@@ -21,7 +20,7 @@ from txnbridge_kafka.write.owner import KafkaOwner
 
 import txnbridge
 from tests.failing import EACH, fail_call
-from tests.kafka.kit import describe, flush, topics_of
+from tests.kafka.kit import LONG, describe, flush, kafka_names, plain_admin, right, topics_of
 from tests.kafka.test_settings import PLAIN, read
 from txnbridge import Bridge, Outcome, TokenState
 from txnbridge._base.connection import Connection
@@ -31,13 +30,10 @@ from txnbridge.testing import next_commit
 
 pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
 
-LONG = 30.0
 SHORT = 3.0
 USERS = 80
 LISTENERS = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", "SASL": "SASL_PLAINTEXT"}
 PAGE = Path(__file__).parents[2] / "docs" / "kafka.md"
-
-kafka_names: Any = kafka  # which has names that its types do not know
 
 
 @dataclass(frozen=True)
@@ -51,16 +47,8 @@ class Right:
     prefixed: bool = False
 
     def binding(self, user: str, operation: str) -> Any:
-        pattern = kafka_names.ResourcePatternType.PREFIXED if self.prefixed else kafka_names.ResourcePatternType.LITERAL
-        return kafka_names.AclBinding(
-            kafka_names.ResourceType[self.kind.upper()],
-            self.name.format(user=user),
-            pattern,
-            f"User:{user}",
-            "*",
-            kafka_names.AclOperation[operation],
-            kafka_names.AclPermissionType.ALLOW,
-        )
+        pattern = "PREFIXED" if self.prefixed else "LITERAL"
+        return right(user, self.kind, self.name.format(user=user), operation, pattern)
 
 
 OWNED = Right("transactional_id", "{user}.", "WRITE", "transactional ids that begin with `ID.` | Write", prefixed=True)
@@ -179,7 +167,7 @@ class World:
     numbers: Iterator[int]
 
     def __post_init__(self) -> None:
-        self.admin = kafka.AdminClient({"bootstrap.servers": f"{HOST}:{self.ports['PLAINTEXT']}", "log_level": 0})
+        self.admin = plain_admin(f"{HOST}:{self.ports['PLAINTEXT']}")
 
     def connect(self, user: User, **options: Any) -> Bridge:
         """A bridge of an administrator, in a user's application."""
@@ -197,15 +185,10 @@ class World:
         if not granted:
             return user
         self.grant(granted)
-        of_user = kafka_names.AclBindingFilter(
-            kafka_names.ResourceType.ANY,
-            None,
-            kafka_names.ResourcePatternType.ANY,
-            f"User:{user.name}",
-            None,
-            kafka_names.AclOperation.ANY,
-            kafka_names.AclPermissionType.ANY,
-        )
+        kinds = ("ResourceType", "ResourcePatternType", "AclOperation", "AclPermissionType")
+        kind, pattern, operation, permission = (getattr(kafka_names, name).ANY for name in kinds)
+        whose = f"User:{user.name}"
+        of_user = kafka_names.AclBindingFilter(kind, None, pattern, whose, None, operation, permission)
         assert wait_until(lambda: len(self.admin.describe_acls(of_user).result(LONG)) == len(granted), LONG)
         return user
 

@@ -17,6 +17,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from txnbridge_conformance.brokers import _broker, _jars
 
 from tests.in_time import wait_until
+from tests.kafka.kit import bootstrap_of
 from txnbridge import Topic, codecs
 
 # The registry's clients leave their sockets to the garbage collector.
@@ -105,7 +106,7 @@ def test_an_official_producer_and_a_bridge_read_each_other(bridge, registry, uni
     codec = codecs.confluent(JSONSerializer(schema, client), JSONDeserializer(schema))
     topic = Topic(unique("orders"), codec)
     bridge.ensure_topics(topic)
-    producer = Producer({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
+    producer = Producer({"bootstrap.servers": bootstrap_of(kafka_broker)})
     producer.produce(
         topic.name, JSONSerializer(schema, client)({"id": 1}, SerializationContext(topic.name, MessageField.VALUE))
     )

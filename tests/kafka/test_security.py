@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.server
 import json
-import logging
 import math
 import re
 import threading
@@ -32,20 +31,17 @@ from tests.failing import EACH, answer_calls, fail_call
 from tests.in_time import Hold, within
 from tests.interrupts import interrupted_everywhere
 from tests.kafka.certificates import Authority
+from tests.kafka.kit import LONG, Lines, kafka_names, plain_admin
 from tests.kafka.test_settings import OAUTH, PLAIN, SCRAM, SECRET, read
 from txnbridge.errors import AccessDenied, BrokerUnavailable
 from txnbridge.spi import Deadline, Url
 
 pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
 
-# What a good login takes at most, and what a bad one is given.
-LONG, SHORT = 30.0, 2.0
+# What a bad login is given.
+SHORT = 2.0
 LATE = 1e9  # by time.monotonic()
 USER, PASSWORD = "anna", "the-right-one"
-
-_log = logging.getLogger("tests.kafka.security")
-_log.propagate = False
-
 
 # Each listener with its protocol; the first two are those that every broker of ours has.
 LISTENERS = {
@@ -111,8 +107,8 @@ def broker_settings(ports: dict[str, int], authority: Authority) -> dict[str, st
 
 
 def add_scram_user(port: int) -> None:
-    scram: Any = kafka  # which has these names, and no types for them
-    admin = kafka.AdminClient({"bootstrap.servers": f"{HOST}:{port}"}, logger=_log)
+    scram = kafka_names
+    admin = plain_admin(f"{HOST}:{port}")
     for mechanism in (scram.ScramMechanism.SCRAM_SHA_256, scram.ScramMechanism.SCRAM_SHA_512):
         info = scram.ScramCredentialInfo(mechanism, 4096)
         wanted = scram.UserScramCredentialUpsertion(USER, info, PASSWORD.encode())
@@ -187,14 +183,9 @@ def _encoded(claims: dict[str, Any]) -> str:
     return base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
 
 
-def by_confluent(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
+def by_confluent(settings: KafkaSettings, seconds: float, lines: Lines) -> str:
     """The cluster's id as confluent-kafka learns it; what goes wrong on the way is in its log."""
-
-    class Log:
-        def log(self, level: int, text: str, *parts: object) -> None:
-            lines.append(text % parts)
-
-    client = kafka.AdminClient(dict(settings.client), logger=Log())
+    client = kafka.AdminClient(dict(settings.client), logger=lines)
     try:
         return str(client.list_topics(timeout=seconds).cluster_id)
     except KafkaException as error:
@@ -203,7 +194,7 @@ def by_confluent(settings: KafkaSettings, seconds: float, lines: list[str]) -> s
         client.poll(0)
 
 
-def by_requests(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
+def by_requests(settings: KafkaSettings, seconds: float, lines: Lines) -> str:
     requests = Requests(settings)
     try:
         return requests.cluster_id(Deadline(seconds))
@@ -214,7 +205,7 @@ def by_requests(settings: KafkaSettings, seconds: float, lines: list[str]) -> st
         requests.close()
 
 
-Ask = Callable[[KafkaSettings, float, list[str]], str]
+Ask = Callable[[KafkaSettings, float, Lines], str]
 
 
 @pytest.fixture(params=[by_confluent, by_requests], ids=lambda ask: ask.__name__.removeprefix("by_"))
@@ -224,12 +215,8 @@ def ask(request) -> Ask:
 
 
 def with_password(mechanism: str, protocol: str = "SASL_PLAINTEXT", password: str = PASSWORD) -> dict[str, Any]:
-    return {
-        "security.protocol": protocol,
-        "sasl.mechanism": mechanism,
-        "sasl.username": USER,
-        "sasl.password": password,
-    }
+    login = {"sasl.mechanism": mechanism, "sasl.username": USER, "sasl.password": password}
+    return {"security.protocol": protocol, **login}
 
 
 def with_jaas(mechanism: str, module: str) -> dict[str, Any]:
@@ -263,8 +250,8 @@ GOOD: dict[str, tuple[str, Callable[[World], dict[str, Any]]]] = {
 @pytest.mark.parametrize("way", GOOD)
 def test_credentials_given_once_admit_both_clients(world, ask, way):
     listener, tell = GOOD[way]
-    expected = by_requests(world.settings("PLAINTEXT", {}), LONG, [])
-    assert ask(world.settings(listener, tell(world)), LONG, []) == expected
+    expected = by_requests(world.settings("PLAINTEXT", {}), LONG, Lines())
+    assert ask(world.settings(listener, tell(world)), LONG, Lines()) == expected
 
 
 @dataclass(frozen=True)
@@ -345,7 +332,7 @@ BAD = {
 
 @pytest.mark.parametrize("way", [pytest.param(n, marks=[pytest.mark.full] if b.full else []) for n, b in BAD.items()])
 def test_a_refused_login_is_told_within_the_deadline_with_what_to_check(world, ask, way):
-    bad, lines = BAD[way], list[str]()
+    bad, lines = BAD[way], Lines()
     settings = world.settings(bad.listener, bad.tell(world), SHORT)
     with within(SHORT), pytest.raises((AccessDenied, BrokerUnavailable)) as caught:
         ask(settings, SHORT, lines)
@@ -358,10 +345,10 @@ def test_a_refused_login_is_told_within_the_deadline_with_what_to_check(world, a
 def test_a_certificate_for_another_name_is_refused_unless_names_are_not_compared(world, ask, told):
     settings = world.settings("TLS", {**trusting(world.ours), **told}, SHORT, host="localhost")
     if told:
-        assert ask(settings, LONG, [])
+        assert ask(settings, LONG, Lines())
     else:
         with pytest.raises(BrokerUnavailable):
-            ask(settings, SHORT, [])
+            ask(settings, SHORT, Lines())
 
 
 def test_a_bridge_works_over_tls_with_a_login(world):
@@ -475,10 +462,10 @@ def test_an_endpoint_that_refuses_says_what_to_check_and_shows_no_secret(endpoin
     assert "tenant" not in str(caught.value)  # a query may hold a secret too
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/token", "https://127.0.0.1:1/token"])
-def test_an_endpoint_that_is_not_there_is_told(endpoint, url):
-    provider = tokens(endpoint, **{"sasl.oauthbearer.token.endpoint.url": url})
-    with pytest.raises(BrokerUnavailable, match=f"the token endpoint {url} gave no token"):
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_endpoint_that_is_not_there_is_told_without_its_password(endpoint, scheme):
+    provider = tokens(endpoint, **{"sasl.oauthbearer.token.endpoint.url": f"{scheme}://me:{SECRET}@127.0.0.1:1/token"})
+    with pytest.raises(BrokerUnavailable, match=f"the token endpoint {scheme}://127.0.0.1:1/token gave no token"):
         provider.token(LATE)
 
 

@@ -9,8 +9,8 @@ import shlex
 import shutil
 import ssl
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,11 +23,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from txnbridge_kafka import settings
 from txnbridge_kafka.settings import OPTIONS, REFUSED, KafkaSettings, java, names
-from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProducer
+from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, ClientLogMonitor, TransactionalProducer
 
 import txnbridge
 from tests.java_kit import ask_java
 from tests.kafka.certificates import Authority, openssl
+from tests.kafka.kit import Lines
 from txnbridge._base.url import parse_url, resolve_options
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.offline
 
 HERE = Url("kafka", (("127.0.0.1", None),), "", "kafka://127.0.0.1")
 SECRET = "hunter2-of-us-all"
+TLS, SASL = {"security.protocol": "SSL"}, {"security.protocol": "SASL_SSL"}
 LISTED = "2.16.0"  # the librdkafka whose settings we list; a newer one may have more
 PLAIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
 SCRAM = "org.apache.kafka.common.security.scram.ScramLoginModule"
@@ -77,16 +79,13 @@ def test_a_url_that_names_no_cluster_is_refused(url, reason):
         read(url=parse_url(url)[0])
 
 
+OUT_OF_RANGE = {"prefix": ("", "a.b", "x" * 101), "replicas": (0, -2), "prepared_ids": (0, 1001)}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefix": ""},
-        {"prefix": "a.b"},
-        {"prefix": "x" * 101},
-        {"replicas": 0},
-        {"replicas": -2},
-        {"prepared_ids": 0},
-        {"prepared_ids": 1001},
+        *({name: value} for name, values in OUT_OF_RANGE.items() for value in values),
         {"group_protocol": "consumer", "assignment": "range"},
     ],
     ids=str,
@@ -183,17 +182,12 @@ def test_an_unknown_setting_is_refused_with_the_nearest_known_one(name, nearest)
     assert refusal({name: "1"}) == f"the Kafka client has no setting {name!r}; did you mean {nearest}?"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("enable.idempotence", True),
-        ("isolation.level", "read_committed"),
-        ("max.in.flight.requests.per.connection", 1),
-        ("request.required.acks", "all"),
-    ],
-)
-def test_a_setting_that_holds_anyway_may_be_given(name: str, value: object) -> None:
-    assert read({name: value}) == read({})
+HOLDS = {"enable.idempotence": True, "isolation.level": "read_committed", "request.required.acks": "all"}
+
+
+@pytest.mark.parametrize("told", [*HOLDS.items(), ("max.in.flight.requests.per.connection", 1)], ids=lambda t: t[0])
+def test_a_setting_that_holds_anyway_may_be_given(told: tuple[str, object]) -> None:
+    assert read(dict([told])) == read({})
 
 
 def test_acks_and_retries_of_other_programs_may_be_said_where_they_change_nothing():
@@ -233,36 +227,19 @@ def test_values_may_be_numbers_truth_values_and_paths(tmp_path):
     assert found.client["ssl.ca.location"] == str(authority.certificate)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@pytest.fixture
-def client_log() -> Iterator[tuple[logging.Logger, list[str]]]:
-    logger, handler = logging.getLogger("tests.kafka.settings"), Lines()
-    logger.addHandler(handler)
-    yield logger, handler.lines
-    logger.removeHandler(handler)
-
-
-def test_no_client_warns_about_what_is_for_another_kind(client_log):
-    logger, lines = client_log
+def test_no_client_warns_about_what_is_for_another_kind():
+    lines = Lines()
     told = {"linger.ms": 5, "compression.type": "lz4", "fetch.min.bytes": 10, "session.timeout.ms": 6000}
     found = read({**told, "max.partition.fetch.bytes": 1000, "buffer.memory": 1 << 20, "client.rack": "r"})
-    producer = Producer({**found.client, **found.producer}, logger=logger)
+    producer = Producer({**found.client, **found.producer}, logger=lines)
     producer.poll(0)
-    consumer = Consumer({**found.client, **found.consumer, "group.id": "g"}, logger=logger)
+    consumer = Consumer({**found.client, **found.consumer, "group.id": "g"}, logger=lines)
     consumer.poll(0)
     consumer.close()
-    AdminClient(dict(found.client), logger=logger).poll(0)
+    AdminClient(dict(found.client), logger=lines).poll(0)
     assert [line for line in lines if "CONFWARN" in line] == []
     # And such a warning would be seen.
-    Producer({**found.client, **found.consumer}, logger=logger).poll(0)
+    Producer({**found.client, **found.consumer}, logger=lines).poll(0)
     assert any("CONFWARN" in line and "fetch.min.bytes" in line for line in lines)
 
 
@@ -304,30 +281,29 @@ def test_the_same_setting_under_two_names_is_refused(told):
     assert "is given twice: also under" in refusal(told)
 
 
-def test_an_empty_algorithm_means_that_the_hosts_name_is_not_compared():
-    found = read({"security.protocol": "SSL", "ssl.endpoint.identification.algorithm": ""})
-    assert found.client["ssl.endpoint.identification.algorithm"] == "none"
-    assert found.access.tls is not None
-    assert (found.access.tls.check_hostname, found.access.tls.verify_mode) == (False, ssl.CERT_REQUIRED)
+ALGORITHM, VERIFICATION = "ssl.endpoint.identification.algorithm", "enable.ssl.certificate.verification"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, (True, ssl.CERT_REQUIRED)),
+        ({ALGORITHM: ""}, (False, ssl.CERT_REQUIRED)),
+        *[({VERIFICATION: no}, (False, ssl.CERT_NONE)) for no in ("false", "False", "0", False)],
+    ],
+)
+def test_certificates_and_names_are_checked_unless_that_is_given_up(told, expected):
+    found = read({**TLS, **told})
+    assert found.client.get(ALGORITHM) == ("none" if ALGORITHM in told else None)
+    context = found.access.tls
+    assert context is not None
+    assert (context.check_hostname, context.verify_mode) == expected
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.keystore.key", "ssl.key.password"])
 def test_tls_settings_without_tls_are_refused(name):
     assert "has no effect without security.protocol=SSL or SASL_SSL" in refusal({name: "x"})
-
-
-def test_certificates_and_names_are_checked_by_default():
-    context = read({"security.protocol": "SSL"}).access.tls
-    assert context is not None
-    assert (context.check_hostname, context.verify_mode) == (True, ssl.CERT_REQUIRED)
-    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-
-
-@pytest.mark.parametrize("no", ["false", "False", "0", False])
-def test_checking_certificates_can_be_given_up(no):
-    context = read({"security.protocol": "SSL", "enable.ssl.certificate.verification": no}).access.tls
-    assert context is not None
-    assert (context.check_hostname, context.verify_mode) == (False, ssl.CERT_NONE)
 
 
 def pem(authority: Authority, password: str = "") -> dict[str, Any]:
@@ -402,7 +378,7 @@ def test_a_key_that_cannot_be_opened_is_refused_and_nobody_is_asked(tmp_path, pa
     ids=lambda told: next(iter(told)) if isinstance(told, dict) else "",
 )
 def test_a_setting_that_tls_cannot_use_is_named(told, named):
-    reason = refusal({"security.protocol": "SSL", **told})
+    reason = refusal({**TLS, **told})
     assert named in reason
     assert SECRET not in reason
 
@@ -477,7 +453,7 @@ def test_a_java_key_store_is_refused_with_the_command_that_converts_it(stores, k
     ids=str,
 )
 def test_a_setting_that_a_store_does_not_need_is_refused(told):
-    reason = refusal({"security.protocol": "SSL", **told})
+    reason = refusal({**TLS, **told})
     assert next(iter(told)).rpartition(".")[0] in reason
     assert SECRET not in reason
 
@@ -497,28 +473,25 @@ def test_a_password_reaches_both_clients(mechanism, module, line):
     assert found.client["security.protocol"] == "SASL_SSL" and found.access.tls is not None
 
 
+ENDPOINT, HANDLER = "sasl.oauthbearer.token.endpoint.url", "sasl.login.callback.handler.class"
+OAUTH_LOGIN = {
+    "sasl.mechanism": "OAUTHBEARER",
+    ENDPOINT: "https://id.example/token",
+    "sasl.oauthbearer.client.id": "app",
+    "sasl.oauthbearer.client.secret": SECRET,
+}
+
+
 @pytest.mark.parametrize(
     ("told", "named"),
     [
         ({"sasl.username": "u"}, "'sasl.username' has no effect without security.protocol=SASL_SSL"),
-        ({"security.protocol": "SASL_SSL"}, "'sasl.mechanism' is one of PLAIN"),
-        ({"security.protocol": "SASL_SSL", "sasl.mechanism": "GSSAPI"}, "Kerberos is not supported"),
-        ({"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN", "sasl.username": "u"}, "needs 'sasl.password'"),
-        ({"security.protocol": "SASL_SSL", "sasl.mechanism": "OAUTHBEARER"}, "needs 'sasl.oauthbearer.token.endpoint"),
-        (
-            {
-                "security.protocol": "SASL_SSL",
-                "sasl.mechanism": "OAUTHBEARER",
-                "sasl.oauthbearer.token.endpoint.url": "id.example/token",
-                "sasl.oauthbearer.client.id": "app",
-                "sasl.oauthbearer.client.secret": SECRET,
-            },
-            "'sasl.oauthbearer.token.endpoint.url' is a URL with https://",
-        ),
-        (
-            {"sasl.login.callback.handler.class": "org.example.Mine"},
-            "'sasl.login.callback.handler.class' names a Java class",
-        ),
+        (SASL, "'sasl.mechanism' is one of PLAIN"),
+        ({**SASL, "sasl.mechanism": "GSSAPI"}, "Kerberos is not supported"),
+        ({**SASL, "sasl.mechanism": "PLAIN", "sasl.username": "u"}, "needs 'sasl.password'"),
+        ({**SASL, "sasl.mechanism": "OAUTHBEARER"}, "needs 'sasl.oauthbearer.token.endpoint"),
+        ({**SASL, **OAUTH_LOGIN, ENDPOINT: "id.example/token"}, f"{ENDPOINT!r} is a URL with https://"),
+        ({HANDLER: "org.example.Mine"}, f"{HANDLER!r} names a Java class"),
     ],
 )
 def test_a_login_that_is_not_whole_is_refused(told, named):
@@ -528,10 +501,9 @@ def test_a_login_that_is_not_whole_is_refused(told, named):
 def test_an_oauth_login_of_java_reaches_both_clients():
     found = read(
         {
-            "security.protocol": "SASL_SSL",
-            "sasl.oauthbearer.token.endpoint.url": "https://id.example/token",
-            "sasl.login.callback.handler.class": "org.apache.kafka.common.security.oauthbearer.secured"
-            ".OAuthBearerLoginCallbackHandler",
+            **SASL,
+            ENDPOINT: "https://id.example/token",
+            HANDLER: "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
             "sasl.jaas.config": f"{OAUTH} required clientId=app clientSecret='{SECRET}' scope='a b' extension_pool=x;",
         }
     )
@@ -620,26 +592,22 @@ for (String line; (line = in.readLine()) != null; ) {
 """
 
 
-@dataclass(frozen=True)
-class Java:
-    """Kafka's own reader of JAAS lines."""
+Jaas = tuple[str, dict[str, str]] | None
 
-    folder: Path
 
-    def parse_jaas(self, lines: list[str]) -> list[tuple[str, dict[str, str]] | None]:
-        imports = "org.apache.kafka.common.security.JaasContext org.apache.kafka.common.config.types.Password"
-        sent = [base64.b64encode(line.encode()).decode() for line in lines]
-        return [self._parsed(answer) for answer in ask_java(self.folder, imports, JAAS_OF_JAVA, sent)]
+def parsed_by_java(folder: Path, lines: list[str]) -> list[Jaas]:
+    """Let Kafka's own reader of JAAS lines read these."""
 
-    @staticmethod
-    def _parsed(answer: str) -> tuple[str, dict[str, str]] | None:
-        if answer == "-":
-            return None
+    def parsed(answer: str) -> Jaas:
         module, *pairs = (base64.b64decode(word).decode() for word in answer.split(",")[:-1])
         return module, dict(zip(pairs[::2], pairs[1::2], strict=True))
 
+    imports = "org.apache.kafka.common.security.JaasContext org.apache.kafka.common.config.types.Password"
+    sent = [base64.b64encode(line.encode()).decode() for line in lines]
+    return [None if answer == "-" else parsed(answer) for answer in ask_java(folder, imports, JAAS_OF_JAVA, sent)]
 
-def ours(line: str) -> tuple[str, dict[str, str]] | None:
+
+def ours(line: str) -> Jaas:
     try:
         return java.parse_jaas(line)
     except InvalidOption:
@@ -670,7 +638,7 @@ def test_a_jaas_line_is_read_as_java_reads_it(tmp_path):
         "a.B\trequired\r\nx=y;\n\n",
         "a.B required a=b-c d=e.f;",
     ]
-    assert [ours(line) for line in lines] == Java(tmp_path).parse_jaas(lines)
+    assert [ours(line) for line in lines] == parsed_by_java(tmp_path, lines)
 
 
 @pytest.mark.live  # it starts Java
@@ -680,7 +648,7 @@ def test_no_jaas_line_is_read_in_another_way_than_java_reads_it(tmp_path):
     lines = ["a.B required " + "".join(random.choices(parts, k=random.randrange(12))) + ";" for _ in range(3000)]
     both = [
         (mine, javas)
-        for line, javas in zip(lines, Java(tmp_path).parse_jaas(lines), strict=True)
+        for line, javas in zip(lines, parsed_by_java(tmp_path, lines), strict=True)
         if (mine := ours(line)) and javas
     ]
     assert len(both) > 100
@@ -707,18 +675,13 @@ def test_a_login_that_needs_java_is_refused(line, mechanism, named):
     [
         {"sasl.mechanism": "PLAIN", "sasl.username": "u", "sasl.password": SECRET},
         {"sasl.jaas.config": f'{PLAIN} required username="u" password="{SECRET}";'},
-        {
-            "sasl.mechanism": "OAUTHBEARER",
-            "sasl.oauthbearer.token.endpoint.url": "https://id.example/token",
-            "sasl.oauthbearer.client.id": "app",
-            "sasl.oauthbearer.client.secret": SECRET,
-        },
+        OAUTH_LOGIN,
     ],
     ids=["plain", "jaas", "oauth"],
 )
 def test_no_secret_is_in_what_is_shown_logged_or_pickled(told, caplog):
     caplog.set_level(logging.DEBUG)
-    found = read({"security.protocol": "SASL_SSL", **told})
+    found = read({**SASL, **told})
     assert SECRET not in repr(found) + str(found)
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="secrets") as caught:
@@ -729,9 +692,15 @@ def test_no_secret_is_in_what_is_shown_logged_or_pickled(told, caplog):
         assert SECRET not in repr(provider)
         with pytest.raises(TypeError, match="secrets"):
             pickle.dumps(provider)
-    assert SECRET not in refusal({"security.protocol": "SASL_SSL", **told, "no.such.setting": 1})
-    assert SECRET not in refusal({"security.protocol": "SASL_SSL", **told, "linger.ms": SECRET})
+    assert SECRET not in refusal({**SASL, **told, "no.such.setting": 1})
+    assert SECRET not in refusal({**SASL, **told, "linger.ms": SECRET})
     assert SECRET not in caplog.text
+
+
+def test_no_name_of_a_program_hides_that_its_connection_was_lost():
+    monitor = ClientLogMonitor(0)
+    monitor.log(20, "%s [%s] %s", "FAIL", "Connect to shop#producer-1", "a:9092/1: Disconnected (after 9ms)")
+    assert monitor.taint_reason
 
 
 def test_a_secret_that_the_client_repeats_is_taken_out_of_its_words():

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
@@ -134,29 +134,10 @@ def test_a_line_that_a_client_repeats_is_logged_once_a_minute(caplog, monkeypatc
     ]
 
 
-class Consumers:
-    """A stand-in for consumers, of which the first never gets an answer."""
-
-    def __init__(self) -> None:
-        self.closed: list[int] = []
-        self.made = 0
-
-    def __call__(self, settings: dict[str, Any]) -> Any:
-        number, self.made = self.made, self.made + 1
-
-        def ask(*_: object, **__: object) -> tuple[int, int]:
-            if number == 0:
-                raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
-            return 0, 6
-
-        return SimpleNamespace(get_watermark_offsets=ask, number=number)
-
-    def close(self, consumer: Any) -> None:
-        self.closed.append(consumer.number)
-
-
 def test_a_consumer_that_gets_no_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    consumers: Any = Consumers()
+    silent, other = Mock(), Mock(**{"get_watermark_offsets.return_value": (0, 6)})
+    silent.get_watermark_offsets.side_effect = KafkaException(KafkaError(KafkaError._TIMED_OUT))
+    consumers = Mock(side_effect=[silent, other])
     monkeypatch.setattr(decision_log, "ConfluentConsumer", consumers)
     monkeypatch.setattr(decision_log, "_LONG_SECONDS", 0.0)
     answer_calls(monkeypatch, decision_log, "warm_up")
@@ -164,7 +145,7 @@ def test_a_consumer_that_gets_no_answer_is_replaced(monkeypatch: pytest.MonkeyPa
     settings = KafkaSettings("127.0.0.1:1", {}, Access(), 30, None, "tests", 0)
     log = decision_log.KafkaDecisionLog(settings, "app", Deadline(5), Emitter("test", ()), topics)
     assert log.end(Deadline(60)) == (5,) == log.end(Deadline(60))
-    assert (consumers.made, consumers.closed) == (2, [0])
+    assert (consumers.call_count, consumers.close.mock_calls) == (2, [call(silent)])
 
 
 @pytest.mark.parametrize("first", [NOT_ENOUGH_REPLICAS_AFTER_APPEND, HANG_UP])

@@ -4,10 +4,10 @@ The plain client is the broken variant here: each anomaly is first shown on it, 
 bring one about would fail.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, Producer
@@ -17,28 +17,14 @@ from txnbridge_conformance.plugin import Connect
 
 import txnbridge
 from tests.inside import broker_of
-from tests.kafka.kit import flush, opened_ahead, producer_of, writer_of
+from tests.kafka.kit import flush, opened_ahead, plain_producer, producer_of, writer_of
 from txnbridge import Bridge, Outcome
 from txnbridge.spi import Deadline
+from txnbridge.testing import recorded
 
 # What the plain client and ours wait for an answer before they send a request again.
 PATIENCE_MS = 1500
-_silent = logging.getLogger("tests.kafka.plain")
-_silent.addHandler(logging.NullHandler())
-_silent.propagate = False
-
-
-def plain_producer(proxy: faults.Proxy, id: str) -> Producer:
-    producer = Producer(
-        {
-            "bootstrap.servers": proxy.url.removeprefix("kafka://"),
-            "transactional.id": id,
-            "socket.timeout.ms": PATIENCE_MS,
-        },
-        logger=_silent,
-    )
-    producer.init_transactions(30)
-    return producer
+PATIENCE: dict[str, Any] = {"socket.timeout.ms": str(PATIENCE_MS)}
 
 
 def commit_plainly(producer: Producer, topic: str, value: bytes) -> None:
@@ -61,8 +47,7 @@ def until_ok(producer: Producer, end: Callable[[float], object]) -> None:
 @pytest.fixture
 def through(proxy: faults.Proxy) -> Iterator[Bridge]:
     """A bridge with one writer, whose requests the proxy can hold."""
-    settings = {"socket.timeout.ms": str(PATIENCE_MS)}
-    with txnbridge.connect(proxy.url, writers=1, kafka=settings) as bridge:
+    with txnbridge.connect(proxy.url, writers=1, kafka=PATIENCE) as bridge:
         yield bridge
 
 
@@ -89,7 +74,7 @@ def hold_a_commit(proxy: faults.Proxy, how: str, commit: Callable[[], object]) -
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_late_commit_half_commits_the_next_transaction_of_the_plain_client(proxy, bridge, topic, owner, how):
-    producer = plain_producer(proxy, owner)
+    producer = plain_producer(proxy, owner, **PATIENCE)
     commit_plainly(producer, topic, b"0")
     hold = hold_a_commit(proxy, how, lambda: commit_plainly(producer, topic, b"1"))
     producer.begin_transaction()
@@ -116,7 +101,7 @@ def test_a_late_commit_does_nothing_to_our_next_transaction(proxy, through, brid
     assert values(seen(bridge, topic)) == [b"0", b"1"]
 
 
-@pytest.mark.parametrize("settings", [{"log_level": 3}, {"log_level": 5}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"log_level": 3}, {"log_level": 5}, {}, {"client.id": "Connect to us"}], ids=str)
 def test_no_wish_about_logs_blinds_the_shield(proxy, bridge, topic, settings):
     with txnbridge.connect(proxy.url, writers=1, kafka=settings) as through:
         send(through, topic, b"0")
@@ -131,7 +116,7 @@ def test_no_wish_about_logs_blinds_the_shield(proxy, bridge, topic, settings):
 
 
 def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client(proxy, bridge, topic, owner):
-    producer = plain_producer(proxy, owner)
+    producer = plain_producer(proxy, owner, **PATIENCE)
     commit_plainly(producer, topic, b"0")
     producer.begin_transaction()
     hold = proxy.hold(requests="Produce")
@@ -211,21 +196,24 @@ def test_a_transaction_is_prepared_while_a_late_request_of_the_one_before_is_hel
     assert values(seen(bridge, topic)) == [b"0", b"1", b"prepared"]
 
 
+def test_a_token_commits_no_transaction_that_a_late_request_began_behind_its_abort(proxy, through, bridge, topic):
+    hold = proxy.hold(requests="AddPartitionsToTxn")
+    cutting = in_thread(lambda: (hold.wait(), proxy.cut()))
+    with through.transaction(prepare=True) as txn:
+        txn.send(topic, b"1")
+    cutting.join()
+    assert bridge.abort(str(txn.token)) is Outcome.ABORTED
+    hold.release()
+    hold.answered()
+    assert bridge.commit(str(txn.token)) is Outcome.ABORTED
+
+
 def test_a_connection_that_never_was_made_costs_no_new_opening(connect: Connect, bridge: Bridge, topic: str) -> None:
     """A second address at which nobody listens is logged as a failure too, again and again."""
-    opened: list[object] = []
-
-    class Listener:
-        @txnbridge.hookimpl
-        def txnbridge_event(self, event: txnbridge.Event) -> None:
-            if event.name == "step:open" and event.phase == "after":
-                opened.append(event)
-
-    with txnbridge.plugins.registered(Listener()):
-        with txnbridge.connect(f"{bridge.url},127.0.0.1:1", writers=1) as dead:
-            for number in range(20):
-                send(dead, topic, b"%d" % number)
-    assert len(opened) == 1
+    with recorded() as events, txnbridge.connect(f"{bridge.url},127.0.0.1:1", writers=1) as dead:
+        for number in range(20):
+            send(dead, topic, b"%d" % number)
+    assert [(event.name, event.phase) for event in events].count(("step:open", "after")) == 1
 
 
 @pytest.mark.parametrize("hold", [None, 600.0], ids=["", "opened again for another hold"])

@@ -22,11 +22,12 @@ from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.wire import TXN_OFFSET_COMMIT
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.read import reader
 
 import txnbridge
-from tests.failing import EACH, fail_call
-from tests.kafka.kit import cluster_of, describe, requests_of
-from tests.kafka.test_admin import LONG, producer_of, visible, write
+from tests.failing import EACH, fail_call, replace_method
+from tests.kafka.kit import LONG, cluster_of, describe, plain_producer, requests_of, write
+from tests.kafka.test_admin import visible
 from txnbridge import Bridge
 from txnbridge.errors import AccessDenied, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
@@ -57,7 +58,7 @@ class Still:
         with bridge.consumer(self.source, self.group) as consumer:
             take(consumer, 1)  # by which the group has begun
         requests, deadline = requests_of(bridge), Deadline(LONG)
-        producer = producer_of(broker, self.id)
+        producer = plain_producer(broker, self.id)
         producer.begin_transaction()
         producer.produce(self.target, b"before", partition=0)
         assert producer.flush(LONG) == 0
@@ -97,7 +98,7 @@ def test_a_group_that_stands_still_goes_on_as_its_transaction_was_decided(unveri
 
 def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Broker, bridge: Bridge) -> None:
     one = Still(unverified, bridge, True)
-    producer = producer_of(unverified, one.id)
+    producer = plain_producer(unverified, one.id)
     with bridge.consumer(one.source, one.group) as consumer:
         assert values(take(consumer, 1)) == [b"3"]
     write(producer, one.target, b"later")
@@ -105,27 +106,30 @@ def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Br
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind", b"later"], LONG)
 
 
+def note_results(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[list[str]]:
+    """Return a list of what a function returns from now on."""
+    results: list[list[str]] = []
+
+    def note(call: Callable[..., list[str]], *given: Any) -> list[str]:
+        results.append(call(*given))
+        return results[-1]
+
+    replace_method(patch, owner, name, note)
+    return results
+
+
 def test_a_group_waits_for_a_transaction_that_has_not_ended(unverified, bridge, monkeypatch):
-    name, looks = f"open-{next(_numbers)}", []
-
-    def look(*args: Any) -> list[str]:
-        looks.append(hanging_transactions.write_missing_markers_of_group(*args))
-        return looks[-1]
-
-    monkeypatch.setattr("txnbridge_kafka.read.reader.write_missing_markers_of_group", look)
+    name, looks = f"open-{next(_numbers)}", note_results(monkeypatch, reader, "write_missing_markers_of_group")
     send(bridge, name, b"1", b"2")
     with bridge.consumer(name, name) as consumer:
         take(consumer, 1)
     bridge.admin.create_topic(f"{name}-target")
-    producer = producer_of(unverified, name)
+    producer = plain_producer(unverified, name)
     write(producer, f"{name}-target", b"its own")
     requests, deadline = requests_of(bridge), Deadline(120)
     told = describe(bridge, name)[name]
-    offsets = {(name, 0): 1}
-    assert (
-        requests.acknowledge(name, told.pid, told.epoch, GroupMembership(name, -1, "", None), offsets, deadline).code
-        == 0
-    )
+    member, offsets = GroupMembership(name, -1, "", None), {(name, 0): 1}
+    assert requests.acknowledge(name, told.pid, told.epoch, member, offsets, deadline).code == 0
     with bridge.consumer(name, name) as waits:
         eventually(lambda: (waits.poll(1, 0), len(looks) > 1)[-1], "it is looked at twice")
         assert looks[:2] == [[], []]
@@ -170,16 +174,10 @@ def test_a_transaction_that_a_gone_process_left_is_finished_by_any_bridge_at_wor
 
 def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(unverified, bridge, monkeypatch, with_timing):
     with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
-    name, looks = f"open-{next(_numbers)}", list[int]()
-    write_missing_markers = hanging_transactions.write_missing_markers_of_others
-
-    def look(*args: Any) -> list[str]:
-        looks.append(len(found := write_missing_markers(*args)))
-        return found
-
-    monkeypatch.setattr(hanging_transactions, "write_missing_markers_of_others", look)
+    name = f"open-{next(_numbers)}"
+    looks = note_results(monkeypatch, hanging_transactions, "write_missing_markers_of_others")
     bridge.admin.create_topic(name)
-    producer = producer_of(unverified, name)
+    producer = plain_producer(unverified, name)
     write(producer, name, b"its own")
     with txnbridge.connect(unverified.url) as other:
         send(other, name, b"beside")

@@ -50,15 +50,8 @@ ASKED: dict[str, Callable[[Requests, Deadline], object]] = {
     "cluster": lambda requests, by: requests.cluster_id(by),
 }
 LATE = 1e9  # by time.monotonic()
-LOGINS: dict[str, dict[str, str]] = {
-    mechanism: {
-        "security.protocol": "SASL_PLAINTEXT",
-        "sasl.mechanism": mechanism,
-        "sasl.username": "anna",
-        "sasl.password": "secret",
-    }
-    for mechanism in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-}
+LOGIN = {"security.protocol": "SASL_PLAINTEXT", "sasl.username": "anna", "sasl.password": "secret"}
+LOGINS = {name: {**LOGIN, "sasl.mechanism": name} for name in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")}
 
 
 class Once(RequestRunner):

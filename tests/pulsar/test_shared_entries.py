@@ -26,7 +26,9 @@ from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks, finish_entries
 
+from tests.failing import raising
 from txnbridge import TxnBridgeError
+from txnbridge.errors import Conflict
 from txnbridge.spi import Deadline, Subscription
 
 pytestmark = pytest.mark.offline
@@ -260,6 +262,21 @@ def test_each_message_is_committed_once_in_every_order_of_three_members(aborting
     for parts in itertools.product(PARTS, repeat=3):
         for order in ORDERS:
             run(parts, order, aborting, is_told, copies)
+
+
+def test_a_wait_for_answers_that_was_interrupted_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = Broker()
+    first, second = Member(broker), Member(broker)
+    for member in (first, second):
+        broker.deliver(member)
+    first.acknowledge([0])
+    first.end(True, second)
+    sent = second.context.acknowledge(broker.begin(), {KEY: [(7, 8, 0)]}, SOON)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Response, "result", raising(KeyboardInterrupt()))
+        sent.settle(SOON)
+    with pytest.raises(Conflict):
+        sent.settle(SOON)
 
 
 def test_an_entry_that_a_prepared_transaction_holds_is_asked_about_ever_less_often_although_it_comes_again():

@@ -28,6 +28,7 @@ from txnbridge_kafka.client.protocol_types import (
     LEADER_RETRY_CODES,
     NO_LEADER,
     NOT_CARRIED_OUT,
+    NOT_CONTROLLER,
     TIMED_OUT,
     TRANSACTIONAL_ID_NOT_FOUND,
     UNKNOWN_TOPIC,
@@ -47,8 +48,6 @@ from txnbridge_kafka.client.protocol_types import (
 )
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.settings import KafkaSettings
-
-_NO_ID = "0" * 32
 
 
 class Requests:
@@ -212,14 +211,10 @@ class Requests:
         return OffsetCommitResult(code, lost)
 
     def commit_offsets(
-        self,
-        member: GroupMembership,
-        offsets: Mapping[Partition, int],
-        topic_ids: Mapping[Partition, str],
-        deadline: Deadline,
+        self, member: GroupMembership, first: Mapping[Partition, int], ids: Mapping[Partition, str], deadline: Deadline
     ) -> OffsetCommitResult:
-        """Commit a group's offsets as its member, without a transaction; return the answer. It is sent only once."""
-        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, offsets, topic_ids))
+        """Commit a group's `first` offsets as its member, outside a transaction; return the answer. Ask only once."""
+        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, first, ids))
 
         def attempt(connections: Connections) -> OffsetCommitResult:
             node = connections.group_coordinator(member.group)
@@ -380,23 +375,26 @@ class Requests:
         return self._runner.repeat(deadline, what, attempt)
 
     def producers(
-        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False, known: bool = False
     ) -> dict[Partition, list[ActiveProducer]]:
         """Return, by partition, the producers that its leader remembers. A partition that does not exist is absent.
 
         With `readable_only` a partition that has no leader, or that this user may not read, is absent too. Without
-        `readable_only` it is waited for, or raises `AccessDenied`.
+        `readable_only` it is waited for, or raises `AccessDenied`. With `known` all partitions certainly exist: one
+        that a broker does not know, because the broker has just started, is waited for.
         """
         producers: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
 
         def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
             leaders = connections.leaders(left, readable_only=readable_only)
+            if known and (unknown := left.difference(*leaders.values())):
+                raise RetryLaterError(f"a broker does not know {messages.partition_name(min(unknown))} yet")
             left.intersection_update(partition for led in leaders.values() for partition in led)
             for node, led in leaders.items():
                 answer = connections.send(node, wire.DESCRIBE_PRODUCERS(topics=messages.numbers_by_topic(led)))
                 for partition, each in messages.each_partition(answer.topics):
-                    if each.error_code in NO_LEADER:
+                    if each.error_code in NO_LEADER or (known and each.error_code == UNKNOWN_TOPIC):
                         raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
                     left.discard(partition)
                     if each.error_code == DONE:
@@ -471,7 +469,7 @@ class Requests:
 
     def delete_topic(self, name: str, id: str, deadline: Deadline) -> RequestResult:
         """Delete a topic, by its id if it has one: a late or second copy then does not delete a topic created again."""
-        topic = {"name": None if id else name, "topic_id": uuid.UUID(id or _NO_ID)}
+        topic = {"name": None if id else name, "topic_id": uuid.UUID(id or "0" * 32)}
         request = partial(wire.DELETE_TOPICS, topics=[topic], topic_names=[name])
         done = UNKNOWN_TOPIC_ID if id else UNKNOWN_TOPIC
         return self._ask_controller(request, "responses", deadline, f"deleting topic {name!r}", done)
@@ -494,6 +492,8 @@ class Requests:
             before, asked = asked, True
             answer = connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
             (each,) = getattr(answer, results)
+            if each.error_code == NOT_CONTROLLER:
+                raise RetryLaterError(f"{what}: {error_name(NOT_CONTROLLER)}")
             code = DONE if before and each.error_code == done else each.error_code
             return RequestResult(code, each.error_message or error_name(code))
 

@@ -30,7 +30,7 @@ from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, recorded_decisions
 from txnbridge_kafka.settings import Timing
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
-from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outcome
+from txnbridge_kafka.write.owner import PREPARED_ID, KafkaOwner, evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 
@@ -161,7 +161,8 @@ def _fence_and_write(
     """Fence a hanging transaction's id, unless it was opened again; write and return the missing markers, as text.
 
     A marker ends no transaction of a later epoch. So the fence is needed only against a producer of the same epoch, and
-    an owner that has opened the id again keeps it.
+    an owner that has opened the id again keeps it. An id for prepared transactions is not fenced: each epoch has only
+    one, and the id's owner may have prepared the next one meanwhile, which the fence would abort.
     """
     decided = last_decisions(open_in, decisions)
     if unknown := open_in.keys() - decided:
@@ -169,7 +170,7 @@ def _fence_and_write(
     epoch = ended.epoch  # the last one of which no producer can begin another transaction
     if max(each.epoch for each in decided.values()) < epoch:
         epoch -= 1
-    else:
+    elif not PREPARED_ID.fullmatch(ended.id):
         try:
             cluster.requests.fence(ended.id, int(cluster.settings.timeout * 1000), deadline)
         except AccessDenied as error:  # to this id alone: the search for other transactions goes on
@@ -197,7 +198,7 @@ def write_missing_markers_of_owner(
     `StorageFailed` if no record has a hanging transaction's outcome.
     """
     try:
-        producers = cluster.requests.producers(partitions, deadline)
+        producers = cluster.requests.producers(partitions, deadline, known=True)
     except (AccessDenied, NotSupported) as error:
         _log.warning("hanging transactions cannot be looked for: %s", error)
         return

@@ -110,24 +110,24 @@ def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadlin
 
 def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
     """End a prepared transaction, and return its outcome, which another process may have decided. Safe to repeat."""
-    id, pid, epoch, _ = read_how(token.how)
+    id, pid, epoch, start = read_how(token.how)
+    code = None
     with closing(cluster.requests.coordinator_session(id, deadline)) as session:
-        with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
-            ended = cluster.requests.end(id, pid, epoch, commit, deadline)
-            event["code"] = ended.code
-        if ended.code == DONE:
+        now = session.first_description
+        # A late copy of a request may have begun another transaction of the epoch, which EndTxn would end.
+        if now is None or now.state != OPEN or now.start == start:
+            with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
+                event["code"] = code = cluster.requests.end(id, pid, epoch, commit, deadline).code
+        if code == DONE:
             _wait_for_markers(cluster, id, session, deadline)
-    if ended.code == DONE:
-        return Outcome.COMMITTED if commit else Outcome.ABORTED
+            return Outcome.COMMITTED if commit else Outcome.ABORTED
     # The transaction had ended before, or its id was opened again. The error code does not have the outcome.
     status = prepared_status(cluster, token, ledger, deadline)
     if status.state in (TokenState.COMMITTED, TokenState.ABORTED):
         return Outcome(status.state.value)
     if status.permanent:
         raise errors.EvidenceLost(f"transaction {token.transaction}: {status.reason}")
-    raise errors.OutcomeUnknown(
-        f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open"
-    )
+    raise errors.OutcomeUnknown(f"the coordinator refused to end {token.transaction} (code {code}) and says it is open")
 
 
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:

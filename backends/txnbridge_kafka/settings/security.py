@@ -8,6 +8,7 @@ import http.client
 import json
 import math
 import os
+import re
 import ssl
 import tempfile
 import threading
@@ -239,7 +240,7 @@ class OAuthTokens:
         basic = base64.b64encode(self._credentials.encode()).decode()
         headers = {"Authorization": f"Basic {basic}", "Accept": "application/json"}
         request = urllib.request.Request(self._url, urllib.parse.urlencode(form).encode(), headers)
-        where = f"the token endpoint {self._url.partition('?')[0]}"
+        where = f"the token endpoint {re.sub('//[^/]*@', '//', self._url.partition('?')[0])}"  # without a password
         try:
             with urllib.request.urlopen(request, timeout=timeout, context=self._tls) as response:
                 answer = json.load(response)

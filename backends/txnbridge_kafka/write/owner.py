@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ _log = logging.getLogger("txnbridge")
 
 # The kinds of records in an id's ledger. The core's ledger interprets "prepare" records too.
 PREPARE, OUTCOME = "prepare", "outcome"
+# The transactional ids for prepared transactions. The opening of a made-up id has the id's own name.
+PREPARED_ID = re.compile(r"(.+)\.([0-9a-f]{16}|\1)\.p\d+", re.DOTALL)
 
 
 class KafkaOwner:
@@ -42,11 +45,8 @@ class KafkaOwner:
         with deadline.holding(self._lock, f"another thread opened {self.name}"):
             newest = self.ledger.newest_opening(deadline)
             before = newest[1] if newest else {}
-            about = {
-                "writers": max(writers, int(before.get("writers", 0))),
-                "host": self.identity.host,
-                "at": int(time.time() * 1000),
-            }
+            most = max(writers, int(before.get("writers", 0)))
+            about = {"writers": most, "host": self.identity.host, "at": int(time.time() * 1000)}
             self.opening = self.ledger.opened(about, deadline)
             return before
 

@@ -118,12 +118,8 @@ class KafkaPreparedWriter(KafkaWriter):
         If there is a newer owner already, abort the transaction and raise `Fenced`.
         """
         evidence = self.evidence()
-        data = {
-            **evidence.how,
-            "expires_at": evidence.expires_at,
-            "messages": evidence.messages,
-            "log": None if evidence.log is None else dict(evidence.log),
-        }
+        log = None if evidence.log is None else dict(evidence.log)
+        data = {**evidence.how, "expires_at": evidence.expires_at, "messages": evidence.messages, "log": log}
         try:
             self._owner.ledger.record(PREPARE, self._begun.transaction, data, deadline)
         except Fenced:
@@ -334,13 +330,6 @@ class PreparedIdPool:
 def token_of(entry: LedgerEntry, cluster: str) -> Token:
     """Return the token of a prepared transaction, made from the record in the decision log that it is prepared."""
     data: Mapping[str, Any] = entry.data
-    return Token(
-        broker="kafka",
-        cluster=cluster,
-        transaction=entry.transaction,
-        how={name: data[name] for name in ("id", "pid", "epoch", "start", "opening") if name in data},
-        prepared=True,
-        expires_at=data["expires_at"],
-        messages=data["messages"],
-        log=data["log"],
-    )
+    how = {name: data[name] for name in ("id", "pid", "epoch", "start", "opening") if name in data}
+    rest = {name: data[name] for name in ("expires_at", "messages", "log")}
+    return Token(broker="kafka", cluster=cluster, transaction=entry.transaction, how=how, prepared=True, **rest)

@@ -48,12 +48,12 @@ class ClientLogMonitor:
     def log(self, level: int, text: str, *parts: str) -> None:
         """Set `taint_reason` if the log line tells of a lost connection or a timed-out request. Forward the line.
 
-        confluent-kafka calls this method, as it would call `logging.Logger.log`, during a poll. The first of `parts` is
-        librdkafka's name for the kind of event, such as "FAIL".
+        confluent-kafka calls this method, as it would call `logging.Logger.log`, during a poll. `parts` are the kind of
+        event, such as "FAIL", the client's name, which has the user's client.id, and the event.
         """
         line = text % parts if parts else text
-        kind = parts[0] if parts else line
-        if kind == "REQTMOUT" or (kind == "FAIL" and not any(harmless in line for harmless in _NEVER_CONNECTED)):
+        kind, event = (parts[0], parts[-1]) if parts else (line, line)
+        if kind == "REQTMOUT" or (kind == "FAIL" and not any(harmless in event for harmless in _NEVER_CONNECTED)):
             # The first reason is kept. The client logs no second failure of a connection within half a minute.
             self.taint_reason = self.taint_reason or line
         if level >= self._threshold:

@@ -209,10 +209,10 @@ class ProducerSession:
 
     def drop(self) -> None:
         """Free the producer. The open transaction is aborted by its time-out, or when the id is opened again."""
-        if self.producer is not None:
+        producer, self.producer = self.producer, None
+        if producer is not None:
             self.quick.clear()
-            self.producer.drop()
-            self.producer = None
+            producer.drop()
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None

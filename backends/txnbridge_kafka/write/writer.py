@@ -404,6 +404,8 @@ class KafkaWriter(Writer):
             deadline = Deadline(_SHORTEST_ABORT)
         session, producer = self.session, self.session.producer
         if producer is None:
+            if self._start is not None:  # the transaction was prepared, and then its program was interrupted
+                session.abort_from_outside(deadline)
             return
         if not session.stale:
             with suppress(errors.BrokerUnavailable):

@@ -195,10 +195,10 @@ class SentAcks:
         can only abort.
         """
         if not self._settled:
-            self._settled = True
             errors = [error for each in self._sent for error in self._wait_for_answers(each, deadline)]
             self._error = self._error or (errors[0] if errors else None)
             self._note_result()
+            self._settled = True
         if self._error is not None:
             raise _refusal(self._error) from self._error
 

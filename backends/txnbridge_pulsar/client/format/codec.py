@@ -141,10 +141,6 @@ def _encode(writers: dict[str, _Writer], fields: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
-def _write_string(value: str) -> bytes:
-    return with_length(value.encode())
-
-
 def _message_writer(type_name: str) -> Callable[[Any], bytes]:
     def write(fields: Mapping[str, Any]) -> bytes:
         return with_length(_encode(_WRITERS[type_name], fields))
@@ -155,7 +151,7 @@ def _message_writer(type_name: str) -> Callable[[Any], bytes]:
 def _writer(field: Field) -> _Writer:
     match field.type:
         case "string":
-            write: Callable[[Any], bytes] = _write_string
+            write: Callable[[Any], bytes] = lambda text: with_length(text.encode())  # noqa: E731
         case "bytes":
             write = with_length
         case scalar if scalar not in TYPES:
