@@ -181,7 +181,7 @@ class PulsarConsumer:
                 self._connection, self._id = connection, self._next_id()
                 self.generation += 1
                 self._outstanding = self.arrived = self._taken = 0
-                self._chunks = Chunks(self._wanted, not self._options.durable and self._read_from != EARLIEST)
+                self._chunks = Chunks(self._wanted, None if self._options.durable else self._read_from != EARLIEST)
                 self.active = self.lost = None
                 self._subscribed = False
             connection.add("consumer", self._id, self._callbacks(self.generation))
@@ -252,15 +252,13 @@ class PulsarConsumer:
         # The limit for a message in chunks does not depend on the number of consumers that share the inbox.
         whole = entry if chunk is None else chunks.add(entry, chunk, self.inbox.max_bytes)
         if chunks.stray is not None and not chunks.goes_back:
-            if not self._options.durable:
-                _log.warning("%s: a message in chunks is lost at %d:%d: its first one is gone", self.topic, *id[:2])
+            _log.warning("%s: a message in chunks is lost at %d:%d: its first one is gone", self.topic, *id[:2])
             chunks.stray = None
-        if chunks.stray is not None:
-            entry.comes_again = True
-            return whole
-        self.heard = id
-        if not chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
-            self._start = id
+        entry.comes_again = chunks.stray is not None
+        if not entry.comes_again:
+            self.heard = id
+            if not chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
+                self._start = id
         return whole
 
     def _is_after_start(self, entry: ReceivedEntry) -> bool:
@@ -371,8 +369,14 @@ class PulsarConsumer:
         self._open_connection().post(command("ack", consumer_id=self._id, ack_type=_INDIVIDUAL, message_id=ids))
 
     def acknowledge_strays(self, acknowledged: MessageId) -> None:
-        """Acknowledge the chunks directly after a mark-delete position that never become whole messages."""
-        self.acknowledge_entries(self._chunks.strays_after(acknowledged))
+        """Acknowledge the chunks directly after a mark-delete position that arrived without those before them.
+
+        Their first chunks are before that position, and so acknowledged: their messages never become whole.
+        """
+        ids = [acknowledged]
+        for id in sorted(self._chunks.later):
+            ids += [id] if id[:2] == (ids[-1].ledger, ids[-1].entry + 1) else []
+        self.acknowledge_entries(ids[1:])
 
     def acknowledge_up_to(self, id: MessageId, *, timeout: float) -> None:
         """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.

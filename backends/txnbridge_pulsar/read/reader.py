@@ -378,8 +378,7 @@ class PulsarReader(Reader):
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
         """Have brokers redeliver partitions in which the last two checks found messages that the reader never got.
 
-        Acknowledge chunks of messages of which the group does not get the first chunks, because they are before its
-        start or acknowledged.
+        Before that, acknowledge chunks of messages amid which the group began: they would stay in its backlog.
         """
         for partition in partitions:
             with self._guard:

@@ -74,19 +74,8 @@ class ReceivedEntry:
     """
 
     __slots__ = (
-        "_index_words",
-        "_payload",
-        "_skipped",
-        "arrival",
-        "comes_again",
-        "consumer",
-        "fault",
-        "generation",
-        "id",
-        "metadata",
-        "parts",
-        "redeliveries",
-        "size",
+        *("_index_words", "_payload", "_skipped", "arrival", "comes_again", "consumer", "fault", "generation", "id"),
+        *("metadata", "parts", "redeliveries", "size"),
     )
 
     def __init__(self, consumer: object | None, generation: int, fields: Fields, tail: bytes) -> None:
@@ -288,16 +277,16 @@ class Chunks:
     only complete messages of which later chunks arrive. Only one thread may call the methods.
     """
 
-    def __init__(self, wanted: tuple[int, ...] = (), goes_back: bool = False) -> None:
-        self.goes_back = goes_back
-        # The first chunk that arrived without those before it, and how many chunks its message has.
+    def __init__(self, wanted: tuple[int, ...] = (), goes_back: bool | None = None) -> None:
+        self.goes_back = goes_back  # whether the consumer may have begun after the first chunks; None for a group
+        # The first chunk that arrived without those before it, and how many chunks its message has; not for a group.
         self.stray: tuple[MessageId, int] | None = None
         self._wanted = wanted
         self._begun: dict[str, list[ReceivedEntry]] = {}
         self._sizes: dict[str, int] = {}
         # Whether a message was dropped and this is not reported yet; by hashes, because names may be long.
         self._known: dict[int, bool] = {}
-        self._later: deque[MessageId] = deque(maxlen=_MAX_STRAYS)  # strays that are no first chunks
+        self.later: deque[MessageId] = deque(maxlen=_MAX_STRAYS)  # strays that are no first chunks
         self._strays: deque[tuple[MessageId, int, int]] = deque(maxlen=_MAX_STRAYS)  # with arrivals and redeliveries
         self._rounds = deque([0] * 8, 8)  # how many entries were taken before the last calls of `take`
 
@@ -320,8 +309,8 @@ class Chunks:
                 self._strays += [(id, entry.arrival, each.redeliveries) for each in lost for id in _ids([each])]
                 self._forget(uuid)
             if earlier is None:
-                self._later.append(entry.id)
-            if is_wanted and hash(uuid) not in self._known:
+                self.later.append(entry.id)
+            if is_wanted and hash(uuid) not in self._known and self.goes_back is not None:
                 self.stray = self.stray or (entry.id, of)
                 self._remember(uuid, is_dropped=False)
             return entry if is_wanted and self._is_of_dropped_message(uuid, entry) else None
@@ -387,17 +376,6 @@ class Chunks:
                 self._forget(uuid)
         self._rounds.append(taken)
         return ids
-
-    def strays_after(self, acknowledged: MessageId) -> list[MessageId]:
-        """Return the chunks directly after a mark-delete position whose first chunks have not arrived.
-
-        Their first chunks are before that position, and so acknowledged: these messages never become whole.
-        """
-        found = [acknowledged]
-        for id in sorted(self._later):
-            if id[:2] == (found[-1].ledger, found[-1].entry + 1):
-                found.append(id)
-        return found[1:]
 
     def _is_idle(self, arrival: int, redeliveries: int) -> bool:
         return arrival <= self._rounds[-1 << min(redeliveries, 3)]
