@@ -463,9 +463,7 @@ class PulsarConsumer:
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the id of the last message that can be read now, and the subscription's mark-delete position; None for
-        the position if it is not known.
-        """
+        """Return the id of the last message to be read now, and, if known, the subscription's mark-delete position."""
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)

@@ -131,30 +131,28 @@ class PulsarReader(Reader):
             if (topic, number) not in self._partitions
         ]
         begun = {topic: self._registry.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
-        opened: list[PulsarPartition] = []
+        added: list[PulsarPartition] = []
 
         def open_one(key: Partition, concrete: str) -> None:
             if key[1] < begun[key[0]]:
                 self._check_subscription(key, concrete, deadline)
             # Where a new group begins does not count for a group that has begun: it would skip messages (hazard H57).
             consumer = self._mode.open(concrete, first and not begun[key[0]], deadline)
-            opened.append(
-                PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
-            )
+            added.append(PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts))
 
         try:
             in_parallel(lambda each: open_one(*each), missing, _PARALLEL_OPENINGS)
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException as error:
-            if opened and not first:  # the next check opens the other ones
+            if added and not first:  # the next check opens the other ones
                 _log.warning("not every new partition can be read yet: %s", error)
-                return opened
+                return added
             # A retry opens new consumers, and the broker could assign a partition to one of these.
-            for partition in opened:
+            for partition in added:
                 partition.consumer.close(deadline.left())
             raise
-        return opened
+        return added
 
     def _add(self, partitions: Iterable[PulsarPartition]) -> None:
         with self._guard:
@@ -498,9 +496,7 @@ class PulsarReader(Reader):
         partition = self._partitions.get(key)
         if partition is None or not partition.is_assigned:
             topic, number = key
-            raise errors.InvalidState(
-                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
-            )
+            raise errors.InvalidState(f"{topic}[{number}] is not assigned to this reader now: see `positions()`")
         return partition
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:

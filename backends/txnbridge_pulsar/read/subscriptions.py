@@ -170,21 +170,14 @@ class FailoverMode(SubscriptionMode):
         self, topic: str, first: bool, type: wire.SubscriptionType, permits: int, deadline: Deadline
     ) -> wire.PulsarConsumer:
         start = self._subscription.start
+        # A partition that was added later is read from its beginning.
+        begin = wire.LATEST if first and start == "latest" else wire.EARLIEST
+        how = {"type": type, "start": begin, "name": self._name, "inbox": self._inbox, "permits": permits}
         while True:
             if first and isinstance(start, int):
                 self._begin_at(topic, start, deadline)
             try:
-                # A partition that was added later is read from its beginning.
-                latest = first and start == "latest"
-                return self._subscribe(
-                    topic,
-                    deadline,
-                    type=type,
-                    start=wire.LATEST if latest else wire.EARLIEST,
-                    name=self._name,
-                    inbox=self._inbox,
-                    permits=permits,
-                )
+                return self._subscribe(topic, deadline, **how)
             except wire.ConsumerBusy:
                 if not isinstance(start, int) or deadline.expired:
                     raise  # the group uses another kind of subscription
@@ -214,8 +207,7 @@ class FailoverMode(SubscriptionMode):
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
                 return
             if (passed := _last_before(alone, timestamp, last, deadline)) is not None:
-                # Seek instead of acknowledging: a seek is stored before the answer, but an acknowledgement is lost if
-                # the topic is unloaded at once.
+                # Seek: an acknowledgement, unlike a seek, would be lost if the topic were unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
                     alone.seek(_position_after(passed), deadline.left())
 

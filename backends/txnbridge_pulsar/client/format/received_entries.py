@@ -58,9 +58,7 @@ class ReceivedMessage:
 
     @property
     def event_time(self) -> int | None:
-        """Return the sender's event time in milliseconds since 1970; None if it is missing, or 0, which other clients
-        write for no time, or larger than Java's.
-        """
+        """Return the sender's event time in milliseconds since 1970; None if it is missing, 0, or above Java's."""
         time: int = self._described.get("event_time", 0)
         return time if 0 < time < 1 << 63 else None
 
