@@ -66,9 +66,8 @@ class PulsarBroker(Broker):
         self.half_check_seconds, self.half_checks = settings.half_check_seconds, settings.half_checks
         self._client = open_client(settings)
         self.capabilities = CAPABILITIES
-        self.limits = replace(
-            LIMITS, prepared_seconds=settings.longest_transaction, prepared_transactions=settings.prepared_ids
-        )
+        seconds, ids = settings.longest_transaction, settings.prepared_ids
+        self.limits = replace(LIMITS, prepared_seconds=seconds, prepared_transactions=ids)
         try:
             rest = Rest(settings)
             topics = PulsarTopics(settings, self._client, rest)

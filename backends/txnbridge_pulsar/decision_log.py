@@ -51,12 +51,10 @@ class PulsarLog(DecisionLog):
             return self._next(reader, deadline).id[:2]
 
     def end(self, deadline: Deadline) -> Position | None:
-        last = self._retry(
-            lambda: self._open_end_reader(deadline).last_message_id(deadline.left()), "its end", deadline
-        )
+        last = self._retry(lambda: self._reader_at_end(deadline).last_message_id(deadline.left()), "its end", deadline)
         return None if last.entry < 0 else (last.ledger, last.entry)
 
-    def _open_end_reader(self, deadline: Deadline) -> wire.PulsarConsumer:
+    def _reader_at_end(self, deadline: Deadline) -> wire.PulsarConsumer:
         """Return a reader that is only asked for the position of the log's last record, and never for records."""
         with self._opening(deadline):
             if self._end_reader is None:

@@ -360,6 +360,10 @@ def test_a_message_that_claims_to_be_too_large_is_refused_with_its_first_chunk(o
     with pytest.raises(wire.CorruptEntry, match="claims"):
         entry.messages()
     assert add(chunks, chunk_of("a", 1, of, b"x", 2, claimed)) is None
+    chunks = Chunks((7, 2), True)  # of a reader that has begun between both
+    assert add(chunks, chunk_of("a", 0, of, b"x", 1, claimed)) is None
+    entry = add(chunks, chunk_of("a", 1, of, b"x", 2, claimed))
+    assert entry is not None and entry.fault is not None
 
 
 def test_many_small_chunks_take_no_more_memory_than_a_few_large_ones():

@@ -23,6 +23,7 @@ from txnbridge_pulsar.client.connecting.connection import BrokerConnection
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
+from txnbridge_pulsar.client.format.ids import message_id
 from txnbridge_pulsar.decision_log import PulsarLog
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
@@ -840,7 +841,15 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
 
 def entry_at(number: int, batch: int = 1) -> Any:
     id = wire.MessageId(7, number)
-    return SimpleNamespace(id=id, size=1, count=batch, is_batch=False, permits=1, publish_time=1, redeliveries=0)
+    fields = {
+        "is_batch": False,
+        "permits": 1,
+        "publish_time": 1,
+        "redeliveries": 0,
+        "chunk": None,
+        "comes_again": False,
+    }
+    return SimpleNamespace(id=id, size=1, count=batch, **fields)
 
 
 def arrives(partition: PulsarPartition, *numbers: int) -> bool:
@@ -1043,14 +1052,23 @@ def test_a_partition_whose_broker_stands_still_keeps_no_other_one_from_being_ass
         member.until(lambda: "assigned" in [what for what, _ in member.listener.told], SOON / 4)
 
 
-def deliver(peer: Peer, consumer: int, numbers: Iterable[int], chunk: int | None = None, **more: Any) -> None:
+def deliver(
+    peer: Peer,
+    consumer: int,
+    numbers: Iterable[int],
+    chunk: int | None = None,
+    ledger: int = 1,
+    uuid: str = "one",
+    published: int = 1,
+    **more: Any,
+) -> None:
     """Deliver entries with their numbers as values. As a `chunk` an entry is one of the two of a message."""
-    chunked = {} if chunk is None else {"uuid": "one", "chunk_id": chunk, "num_chunks_from_msg": 2}
+    chunked = {} if chunk is None else {"uuid": uuid, "chunk_id": chunk, "num_chunks_from_msg": 2}
     for number in numbers:
-        fields = {"producer_name": "p", "sequence_id": number, "publish_time": 1, **chunked}
+        fields = {"producer_name": "p", "sequence_id": number, "publish_time": published, **chunked}
         metadata = encode("MessageMetadata", fields)
         tail = parse(send_command({"producer_id": 1, "sequence_id": number}, metadata, b"%d" % number)[4:]).tail
-        message = command("message", consumer_id=consumer, message_id={"ledger_id": 1, "entry_id": number}, **more)
+        message = command("message", consumer_id=consumer, message_id={"ledger_id": ledger, "entry_id": number}, **more)
         peer.raw((len(message) - 4 + len(tail)).to_bytes(4, "big") + message[4:] + tail)
 
 
@@ -1106,6 +1124,97 @@ def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_check
         member.seek({("t", 0): found[0].position})
         again = member.take(3, SOON / 4)
         assert [message.position for message in again] == [message.position for message in found]
+
+
+# Entries of a topic: ledger and number, and the names and numbers of chunks. The first chunk of `gone` has expired.
+STORED: list[tuple[int, int, str, int | None]] = [
+    *((7, number, "", None) for number in range(20)),
+    (7, 20, "gone", 1),
+    (7, 21, "a", 0),
+    *((7, number, "", None) for number in range(22, 30)),
+    (7, 30, "b", 0),
+    (9, 0, "a", 1),
+    (9, 1, "a", 1),  # a copy
+    (9, 2, "", None),
+    (9, 3, "c", 0),
+    (9, 4, "b", 1),
+    (9, 5, "c", 1),
+    (9, 6, "dead", 0),
+]
+WHOLE = [(ledger, entry, 0) for ledger, entry, name, chunk in STORED if chunk is None]
+WHOLE = sorted([*WHOLE, (9, 0, 0), (9, 4, 0), (9, 5, 0)])
+
+
+@pytest.mark.parametrize("start", [(7, 0), (7, 20), (7, 22), (7, 30), (8, 5), *((9, number) for number in range(8))])
+def test_a_reader_without_a_group_gets_each_message_whose_last_chunk_is_behind_its_start(caplog, start) -> None:
+    def flow(peer: Peer, fields: dict[str, Any]) -> None:
+        id = fields["consumer_id"]
+        for ledger, number, uuid, chunk in STORED:
+            if (ledger, number) > sent.get(id, (99, 0)):
+                sent[id] = ledger, number
+                deliver(peer, id, [number], chunk, ledger, uuid)
+
+    def subscribe(peer: Peer, fields: dict[str, Any]) -> None:
+        at = message_id(fields["start_message_id"])
+        sent[fields["consumer_id"]] = at.ledger, at.entry
+        peer.answer(fields, "success")
+
+    def close(peer: Peer, fields: dict[str, Any]) -> None:
+        sent.pop(fields["consumer_id"], None)
+        peer.answer(fields, "success")
+
+    def tell_end(peer: Peer, fields: dict[str, Any]) -> None:
+        if fields["consumer_id"] in sent:
+            peer.answer(fields, "get_last_message_id_response", last_message_id={"ledger_id": 9, "entry_id": 6})
+        else:
+            peer.answer(fields, "error", error=1, message="Consumer not found")
+
+    sent: dict[int, tuple[int, int]] = {}
+    with member_of([1], set(), None) as (member, broker, _):
+        broker.handlers.update(flow=flow, subscribe=subscribe, close_consumer=close, get_last_message_id=tell_end)
+        member.seek({("t", 0): (*start, 0)})
+        found = member.until(lambda: not member.lag(Deadline(SOON))["t", 0], SOON / 4)
+        assert not member.poll()
+    expected = [position for position in WHOLE if position >= (*start, 0)]
+    assert [message.position for message in found] == expected
+    assert ("lost at 7:20" in caplog.text) == (start <= (7, 20))
+
+
+@pytest.mark.parametrize(
+    ("stored", "begin"),
+    [
+        ([(1, None, 50), (2, 0, 150), (3, None, 60), (4, None, 150), (5, 1, 150)], 2),
+        ([(1, 0, 60), (2, None, 50), (3, None, 150), (4, 1, 60)], 3),
+        ([(1, None, 50), (2, 0, 60)], 3),  # its sender is dead
+    ],
+)
+def test_a_group_that_begins_at_a_time_begins_at_its_first_entry_also_if_that_is_a_chunk(stored, begin) -> None:
+    def flow(peer: Peer, fields: dict[str, Any]) -> None:
+        for number, chunk, published in stored:
+            deliver(peer, fields["consumer_id"], [number], chunk, published=published)
+
+    last = replies("get_last_message_id_response", last_message_id={"ledger_id": 1, "entry_id": len(stored)})
+    with fake_broker(flow=flow, seek=replies("success"), get_last_message_id=last) as broker:
+        owns_everything(broker)
+        with wire.PulsarClient(broker.url) as client:
+            mode = mode_of(client, Subscription(("t",), "group", start=100), wire.Inbox(), "")
+            mode.open("t", True, Deadline(SOON / 4))
+        assert message_id(broker.wait_for("seek")[0].fields["message_id"])[:2] == (1, begin)
+
+
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+def test_a_group_acknowledges_chunks_whose_first_one_it_never_gets(sharing: str) -> None:
+    """It has begun amid their messages. A first chunk that a broker has skipped still comes (hazard H94)."""
+    bounds = {"last_message_id": (1, 9), "consumer_mark_delete_position": (1, 4)}
+    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+    given = {"sharing": sharing, "timing": Timing(idle_check_seconds=0.1)}
+    with member_of([1], set(), "group", **given) as (member, broker, ((peer, id),)):
+        broker.handlers["get_last_message_id"] = replies("get_last_message_id_response", **told)
+        for number in (5, 6, 8):
+            deliver(peer, id, [number], chunk=1, uuid=f"{number}")
+        member.until(lambda: "ack" in [each.name for each in peer.seen], SOON / 4)
+        acked = [message_id(each).entry for each in broker.wait_for("ack")[0].fields["message_id"]]
+    assert acked == [5, 6]
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["in order", "the second chunk comes before the first again"])

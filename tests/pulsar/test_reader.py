@@ -164,6 +164,40 @@ def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_
     assert values(reader.take(1)) == [b"2"]
 
 
+def test_a_reader_that_begins_amid_a_message_in_chunks_gets_the_whole_message(pulsar_broker, client, topic, member):
+    """Also if the chunks are in several BookKeeper ledgers: each loading of a topic begins one."""
+    write(client, topic, b"0")
+    write_chunks(client, topic, [b"a", b"b"], of=3)
+    write(client, topic, b"1")
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
+    write_chunks(client, topic, [b"c"], first=2, of=3)
+    write(client, topic, b"2")
+    write_chunks(client, topic, [b"its sender is dead"], of=3)
+    reader = member(topic, None)
+    found = reader.take(4)
+    assert values(found) == [b"0", b"1", b"abc", b"2"]
+    (ledger, entry, _), *_ = ends = [message.position for message in found]
+    for start in (*ends, (ledger, entry + 1, 0), (ledger, entry + 2, 0)):
+        reader.seek({(topic, 0): start})
+        read = reader.until(lambda: not reader.lag(Deadline(SOON))[topic, 0])
+        assert [message.position for message in read] == [each for each in ends if each >= start]
+
+
+def test_chunks_of_a_message_amid_which_a_group_has_begun_do_not_stay_in_its_backlog(client, topic, member):
+    write_chunks(client, topic, [b"a"], of=3)
+    reader = member(topic, start="latest", timing=Timing(idle_check_seconds=0.2))
+    reader.has(1)
+    write_chunks(client, topic, [b"b", b"c"], first=1, of=3)
+    write(client, topic, b"1")
+    reader.pass_on(reader.take(1))
+
+    def is_acknowledged():
+        last, acknowledged = reader.partition(topic).consumer.progress(SOON)
+        return acknowledged is not None and acknowledged[:2] >= last[:2]
+
+    assert values(reader.until(is_acknowledged)) == []
+
+
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
 def test_added_partitions_are_read_from_their_beginning(pulsar_broker, client, topic, member, partitioned, group):
     write(client, partitioned(1)[0], b"old")

@@ -17,9 +17,12 @@ from pyspark_txnbridge._read import offset_ranges as _offset_ranges
 from pyspark_txnbridge._read.source_options import SourceOptions
 from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.client.schema import OFFSET_BITS
+from txnbridge_pulsar import client as wire
 
 import txnbridge
 from tests.failing import on_call
+from tests.pulsar.client_kit import service
+from tests.pulsar.reading_kit import write, write_chunks
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
 from txnbridge import Admin, Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
 from txnbridge._base.messages import columns_of
@@ -254,6 +257,21 @@ def test_a_stream_goes_on_with_what_is_committed_since(url, bridge, topic):
     send(bridge, topic, range(15, 20), partition=1)
     assert stream.run() == [list(range(10, 20))]
     assert Stream(url, topic, startingOffsets="earliest").run() == [[1, *range(10, 20)]]
+
+
+@pytest.mark.parametrize("url", [pytest.param("pulsar", marks=pytest.mark.full)], indirect=True)
+def test_a_message_in_chunks_is_in_the_batch_that_has_its_last_chunk(url, pulsar_broker, topic):
+    stored, stream = f"persistent://public/default/{topic}-partition-0", Stream(url, topic, timeout="5")
+    with wire.PulsarClient(service(pulsar_broker)) as client:
+        write_chunks(client, stored, [b"0"], of=3)
+        end = stream.plan()
+        write_chunks(client, stored, [b"1", b"2"], first=1, of=3)
+        write(client, stored, b"7")
+        assert stream.read(end) == []
+        stream.at = end
+        assert stream.run() == [[7, 12]]
+        write_chunks(client, stored, [b"its sender is dead"], of=3)
+        assert flat(stream.run()) == []
 
 
 def test_rows_behind_an_open_transaction_come_after_it_has_ended(url, bridge, topic):

@@ -99,10 +99,7 @@ class PulsarAdmin(Admin):
         except (RestRefused, AccessDenied):
             return None, None
         minutes, megabytes = retention.get("retentionTimeInMinutes", 0), retention.get("retentionSizeInMB", 0)
-        return (
-            None if minutes < 0 else float(minutes * _MINUTE),
-            None if megabytes < 0 else int(megabytes * _MEGABYTE),
-        )
+        return None if minutes < 0 else float(minutes * _MINUTE), None if megabytes < 0 else int(megabytes * _MEGABYTE)
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         concrete = set(self._topics.existing(name, deadline))

@@ -88,15 +88,13 @@ def check_topics(cluster: ClusterAccess, topics: Sequence[TopicInfo], deadline: 
 
 def _check_kept(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report users' topics that keep no messages, because they have neither retention nor a subscription."""
-    namespace = cluster.settings.namespace
+    namespace, existing = cluster.settings.namespace, cluster.topics.existing
     dropped = [
         topic.name
         for topic in topics
         if not topic.internal
         and 0 in (topic.retention_seconds, topic.retention_bytes)
-        and not all(
-            _subscriptions(cluster.rest, each, deadline) for each in cluster.topics.existing(topic.name, deadline)
-        )
+        and not all(_subscriptions(cluster.rest, each, deadline) for each in existing(topic.name, deadline))
     ]
     if dropped:
         yield Advice(
@@ -112,9 +110,8 @@ def _check_kept(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: D
 def _check_internal(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report internal topics whose subscription `txnbridge` was deleted."""
     settings = cluster.settings
-    own = [
-        settings.namespace.full_name(name) for name in _kept_by_subscription(cluster, [topic.name for topic in topics])
-    ]
+    kept = _kept_by_subscription(cluster, [topic.name for topic in topics])
+    own = [settings.namespace.full_name(name) for name in kept]
     subscriptions = in_parallel(lambda topic: _subscriptions(cluster.rest, topic, deadline), own)
     for topic, names in zip(own, subscriptions, strict=True):
         if not names & {SUBSCRIPTION, _UNKNOWN_SUBSCRIPTION}:
@@ -182,10 +179,8 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
 
 def check_stores(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report subscriptions that cannot be used, because the broker does not open their pending-ack stores."""
-    concrete = [
-        each for topic in topics if not topic.internal for each in cluster.topics.existing(topic.name, deadline)
-    ]
-    rest = cluster.rest
+    rest, existing = cluster.rest, cluster.topics.existing
+    concrete = [each for topic in topics if not topic.internal for each in existing(topic.name, deadline)]
     names = in_parallel(lambda topic: _subscriptions(rest, topic, deadline) - {_UNKNOWN_SUBSCRIPTION}, concrete)
     groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
     until = Deadline(min(cluster.settings.timing.store_opening_seconds, deadline.left() / 2))

@@ -96,8 +96,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
             if deadline.expired or patience is deadline:
                 raise
             patience, unloaded = deadline, None
-            # A topic of an open transaction is not loaded, and the broker does not say which: have all of the namespace
-            # loaded.
+            # A topic of an open transaction is not loaded, and the broker does not say which: load the whole namespace.
             in_parallel(lambda topic: _load(cluster, topic, deadline), cluster.topics.all_concrete(deadline))
         except RestRefused as refused:
             if _DELETED_SUBSCRIPTION_TEXT in refused.text:

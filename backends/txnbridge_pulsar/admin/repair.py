@@ -47,7 +47,7 @@ def repair(cluster: ClusterAccess, transaction: str, deadline: Deadline) -> str:
     knows the transaction; `NotFound` if the transaction is open on no topic; `AccessDenied` if the user is not a
     superuser.
     """
-    txn, held = _find_held(cluster, transaction, deadline)
+    txn, held = _held(cluster, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
     committed, evidence = was_committed_by_property(cluster, txn, held, deadline), "its proof topic says so"
     if committed is None and (proof := proof_of_commit(cluster, txn, held, deadline)):
@@ -68,7 +68,7 @@ def end_by_hand(cluster: ClusterAccess, transaction: str, commit: bool, deadline
 
     Return the true outcome. Raise the errors of `repair`, except for missing evidence.
     """
-    txn, held = _find_held(cluster, transaction, deadline)
+    txn, held = _held(cluster, transaction, deadline)
     committed = was_committed_by_property(cluster, txn, held, deadline)
     if committed is None:
         committed = commit or proof_of_commit(cluster, txn, held, deadline) is not None
@@ -76,9 +76,7 @@ def end_by_hand(cluster: ClusterAccess, transaction: str, commit: bool, deadline
     return Outcome.COMMITTED if committed else Outcome.ABORTED
 
 
-def _find_held(
-    cluster: ClusterAccess, transaction: str, deadline: Deadline
-) -> tuple[TxnId, dict[str, tuple[int, int]]]:
+def _held(cluster: ClusterAccess, transaction: str, deadline: Deadline) -> tuple[TxnId, dict[str, tuple[int, int]]]:
     """Return the id of a transaction that no coordinator knows, and its first message's position by topic.
 
     Only topics are returned on which the transaction is open.

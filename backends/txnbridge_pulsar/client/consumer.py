@@ -8,6 +8,7 @@ deliveries are recognized.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -35,6 +36,8 @@ from txnbridge_pulsar.client.format.received_entries import Chunks, ReceivedEntr
 from .deadline import ClientDeadline, retry
 from .errors import BrokerConnectionLost, Closed, PulsarError
 from .inbox import Inbox
+
+_log = logging.getLogger(__name__)
 
 # Permits before the size of messages is known: so few that even the largest messages fit into memory.
 FIRST_PERMITS = 16
@@ -118,6 +121,10 @@ class PulsarConsumer:
         self._was_subscribed = False
         self._state = threading.Lock()
         self._start = options.start._replace(first_chunk=())  # after the last chunk of a message in chunks
+        self.heard = EARLIEST  # the last entry that was taken, also if it is a chunk of an incomplete message
+        self.joins_chunks = True  # else chunks are received like other entries
+        # Where reading began, and how far `go_back` has gone back for a chunk, the entry `_wanted`.
+        self._read_from, self._distance, self._wanted = self._start, 0, tuple[int, ...]()
         self._epoch = 0
         self._outstanding = 0
         self._largest = 0.0
@@ -145,6 +152,28 @@ class PulsarConsumer:
         self._epoch += 1
         retry(deadline, lambda: self._open(self._lookup.opening_attempt(deadline)))
 
+    @property
+    def stray(self) -> tuple[MessageId, int] | None:
+        """Return a reader's chunk of a message that began before the reader did, and the message's number of chunks.
+
+        Entries after the chunk `comes_again`: after `go_back` and `reopen`, and the whole message with them.
+        """
+        return self._chunks.stray if self._chunks.goes_back else None
+
+    def go_back(self) -> None:
+        """Let `reopen` continue before a `stray` chunk, each time twice as far, in the end at the topic's beginning."""
+        if self.stray is None:
+            return
+        (ledger, entry, *_), chunks = self.stray
+        is_same, self._wanted = self._wanted == (ledger, entry), (ledger, entry)
+        self._distance = 2 * self._distance if is_same else 2 * chunks
+        start = self._read_from if is_same else self._start
+        if start.entry >= 0:
+            start = MessageId(start.ledger, max(start.entry - self._distance, -1))
+        else:
+            start = MessageId(max(start.ledger - max(ledger - start.ledger, 1), -1), -1)
+        self._read_from = self._start = start
+
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
         try:
@@ -152,7 +181,7 @@ class PulsarConsumer:
                 self._connection, self._id = connection, self._next_id()
                 self.generation += 1
                 self._outstanding = self.arrived = self._taken = 0
-                self._chunks = Chunks()
+                self._chunks = Chunks(self._wanted, None if self._options.durable else self._read_from != EARLIEST)
                 self.active = self.lost = None
                 self._subscribed = False
             connection.add("consumer", self._id, self._callbacks(self.generation))
@@ -219,11 +248,17 @@ class PulsarConsumer:
         if entry.is_acknowledged and self._options.durable and self._options.ordered:
             with suppress(PulsarError):
                 self._acknowledge_extra_index(entry.id, entry.count)
-        id, chunk = entry.id, entry.chunk
+        id, chunk = entry.id, entry.chunk if self.joins_chunks else None
         # The limit for a message in chunks does not depend on the number of consumers that share the inbox.
         whole = entry if chunk is None else chunks.add(entry, chunk, self.inbox.max_bytes)
-        if not chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
-            self._start = id
+        if chunks.stray is not None and not chunks.goes_back:
+            _log.warning("%s: a message in chunks is lost at %d:%d: its first one is gone", self.topic, *id[:2])
+            chunks.stray = None
+        entry.comes_again = chunks.stray is not None
+        if not entry.comes_again:
+            self.heard = id
+            if not chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
+                self._start = id
         return whole
 
     def _is_after_start(self, entry: ReceivedEntry) -> bool:
@@ -333,6 +368,16 @@ class PulsarConsumer:
     def _post_ack(self, ids: Sequence[Fields]) -> None:
         self._open_connection().post(command("ack", consumer_id=self._id, ack_type=_INDIVIDUAL, message_id=ids))
 
+    def acknowledge_strays(self, acknowledged: MessageId) -> None:
+        """Acknowledge the chunks directly after a mark-delete position that arrived without those before them.
+
+        Their first chunks are before that position, and so acknowledged: their messages never become whole.
+        """
+        ids = [acknowledged]
+        for id in sorted(self._chunks.later):
+            ids += [id] if id[:2] == (ids[-1].ledger, ids[-1].entry + 1) else []
+        self.acknowledge_entries(ids[1:])
+
     def acknowledge_up_to(self, id: MessageId, *, timeout: float) -> None:
         """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.
 
@@ -418,9 +463,7 @@ class PulsarConsumer:
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the id of the last message that can be read now, and the subscription's mark-delete position; None for
-        the position if it is not known.
-        """
+        """Return the id of the last message to be read now, and, if known, the subscription's mark-delete position."""
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)

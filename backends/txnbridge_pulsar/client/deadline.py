@@ -56,9 +56,7 @@ class ClientDeadline:
 
 
 def backoff_pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each next attempt. The pauses about double up to a limit, and are partly random,
-    so that clients do not all repeat at once.
-    """
+    """Yield the seconds before each next attempt: about doubled up to a limit, and partly random to spread clients."""
     pause = FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)

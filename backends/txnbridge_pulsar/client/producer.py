@@ -231,9 +231,7 @@ class PulsarProducer:
             self._unconfirmed = {}
 
     def flush(self, timeout: float) -> None:
-        """Wait until each sent entry has a receipt or has failed. Raise `RequestTimedOut`, but not the failures, which
-        each `Send` has.
-        """
+        """Wait until each sent entry has a receipt, or a failure, which its `Send` has. Raise `RequestTimedOut`."""
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
                 raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
@@ -297,9 +295,8 @@ class PulsarProducer:
         error = server_error(fields["error"], fields["message"])
         with self._state:
             # For a batch the broker names the highest sequence id. It may refuse each of very many entries, in order.
-            send = self._pending.get(id) or next(
-                (each for each in self._pending.values() if each.highest_sequence_id == id), None
-            )
+            by_last = (each for each in self._pending.values() if each.highest_sequence_id == id)
+            send = self._pending.get(id) or next(by_last, None)
             if send is None:
                 return
             if error.retriable:

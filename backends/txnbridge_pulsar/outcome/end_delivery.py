@@ -84,10 +84,8 @@ class Participants:
         """
         if "r" not in fields:
             return cls()
-        groups = fields["g"].items()
-        return cls(
-            tuple(_unpacked(fields["r"])), tuple((topic, name) for name, set in groups for topic in _unpacked(set))
-        )
+        groups = ((topic, name) for name, topics in fields["g"].items() for topic in _unpacked(topics))
+        return cls(tuple(_unpacked(fields["r"])), tuple(groups))
 
 
 NO_PARTICIPANTS = Participants()

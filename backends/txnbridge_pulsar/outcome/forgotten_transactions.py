@@ -53,10 +53,8 @@ def oldest_open(rest: Rest, topic: str, deadline: Deadline) -> wire.TxnId | None
         if not stats.get("ongoingTxnSize"):
             return None
         ledgers = ledger_sizes(rest, topic, deadline)
-        headers = entry_headers(
-            rest, topic, _position_after(parse_position(stats["maxReadPosition"]), ledgers), deadline
-        )
-        return txn_of_headers(headers)
+        first = _position_after(parse_position(stats["maxReadPosition"]), ledgers)
+        return txn_of_headers(entry_headers(rest, topic, first, deadline))
     except (RestRefused, KeyError, ValueError):
         return None  # the topic is not loaded, or the transaction has ended meanwhile
 

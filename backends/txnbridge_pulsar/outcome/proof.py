@@ -56,15 +56,8 @@ class ProofRecord:
     owned: bool = False  # of PRESENCE: whether the writer has a transactional id, which may be opened again
 
     def pack(self) -> bytes:
-        fields = {
-            "v": VERSION,
-            "k": self.kind,
-            "n": self.nonce,
-            "t": self.transaction,
-            "e": self.until,
-            "o": self.owned,
-        }
-        return json.dumps({name: value for name, value in fields.items() if value}, separators=(",", ":")).encode()
+        given = {"v": VERSION, "k": self.kind, "n": self.nonce, "t": self.transaction, "e": self.until, "o": self.owned}
+        return json.dumps({name: value for name, value in given.items() if value}, separators=(",", ":")).encode()
 
     @classmethod
     def unpack(cls, data: bytes | None) -> ProofRecord | None:

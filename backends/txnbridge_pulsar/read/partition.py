@@ -21,7 +21,7 @@ _Bits = dict[_EntryId, int]  # batch indexes as bits, by entry
 
 
 def position_of(id: wire.MessageId) -> Position:
-    """Return a message's position: its BookKeeper ledger, entry and batch index."""
+    """Return a message's position: ledger, entry and batch index; of a message in chunks, those of its last chunk."""
     return id.ledger, id.entry, max(id.batch_index, 0)
 
 
@@ -125,6 +125,7 @@ class PulsarPartition:
         # the check before had found the same: then the broker has skipped messages.
         self._unread: tuple[int, wire.MessageId | None, int] | None = None
         self.is_behind = False
+        self.mark_delete: wire.MessageId | None = None  # the mark-delete position at the last check
         self._count = 0  # of entries put here
         self._heard = (0, 0)  # the consumer's generation and `_count` at the last entry
         # Seconds until a partition is silent, the time, and how many entries, with chunks of messages, had come before.
@@ -169,6 +170,8 @@ class PulsarPartition:
         self.fault = None
 
     def put(self, entry: wire.ReceivedEntry) -> None:
+        if entry.comes_again:
+            return
         self._waiting.append(entry)
         self._count += 1
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
@@ -212,7 +215,7 @@ class PulsarPartition:
 
     def note_progress(self, last: wire.MessageId, acknowledged: wire.MessageId | None) -> None:
         """Note the broker's answer: the id of the last message, and the group's mark-delete position."""
-        before = self._unread
+        before, self.mark_delete = self._unread, acknowledged
         is_unread = self.is_idle and acknowledged is not None and acknowledged[:2] < last[:2]
         self._unread = (self._count, acknowledged, self.consumer.generation) if is_unread else None
         self.is_behind = self._unread is not None and self._unread == before

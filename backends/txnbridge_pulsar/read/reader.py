@@ -131,30 +131,28 @@ class PulsarReader(Reader):
             if (topic, number) not in self._partitions
         ]
         begun = {topic: self._registry.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
-        opened: list[PulsarPartition] = []
+        added: list[PulsarPartition] = []
 
         def open_one(key: Partition, concrete: str) -> None:
             if key[1] < begun[key[0]]:
                 self._check_subscription(key, concrete, deadline)
             # Where a new group begins does not count for a group that has begun: it would skip messages (hazard H57).
             consumer = self._mode.open(concrete, first and not begun[key[0]], deadline)
-            opened.append(
-                PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
-            )
+            added.append(PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts))
 
         try:
             in_parallel(lambda each: open_one(*each), missing, _PARALLEL_OPENINGS)
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException as error:
-            if opened and not first:  # the next check opens the other ones
+            if added and not first:  # the next check opens the other ones
                 _log.warning("not every new partition can be read yet: %s", error)
-                return opened
+                return added
             # A retry opens new consumers, and the broker could assign a partition to one of these.
-            for partition in opened:
+            for partition in added:
                 partition.consumer.close(deadline.left())
             raise
-        return opened
+        return added
 
     def _add(self, partitions: Iterable[PulsarPartition]) -> None:
         with self._guard:
@@ -253,7 +251,7 @@ class PulsarReader(Reader):
     def _start_work(self) -> None:
         partitions = self._partitions.values()
         over = {each for each in partitions if each.overcount > MAX_OVERCOUNT and each.is_idle}
-        lost = [partition for partition in partitions if partition.consumer.lost is not None or partition in over]
+        lost = [each for each in partitions if each.consumer.lost or each.consumer.stray or each in over]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
         check_topics = time.monotonic() >= self._check_partitions_at
@@ -338,6 +336,7 @@ class PulsarReader(Reader):
         self._check_exists(partition.key, partition.topic, deadline)
         self._check_subscription(partition.key, partition.topic, deadline)
         self._mode.check_kept(partition, deadline)
+        partition.consumer.go_back()
         partition.consumer.reopen(deadline.left())
         self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
 
@@ -375,9 +374,15 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
-        """Have brokers redeliver partitions in which the last two checks found messages that the reader never got."""
+        """Have brokers redeliver partitions in which the last two checks found messages that the reader never got.
+
+        Before that, acknowledge chunks of messages amid which the group began: they would stay in its backlog.
+        """
         for partition in partitions:
             with self._guard:
+                if partition.is_assigned and partition.mark_delete is not None:
+                    with suppress(wire.BrokerConnectionLost):
+                        partition.consumer.acknowledge_strays(partition.mark_delete)
                 if partition.is_assigned and partition.is_behind and partition.is_idle and partition.consumer.all_taken:
                     self._mode.redeliver(partition)
 
@@ -491,12 +496,12 @@ class PulsarReader(Reader):
         partition = self._partitions.get(key)
         if partition is None or not partition.is_assigned:
             topic, number = key
-            raise errors.InvalidState(
-                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
-            )
+            raise errors.InvalidState(f"{topic}[{number}] is not assigned to this reader now: see `positions()`")
         return partition
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        if self._work is not None and not self._mode.grouped:  # it may reopen consumers, which then go back
+            self._work.join(deadline.left())
         with translated("asking for the lag"):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
@@ -507,7 +512,8 @@ class PulsarReader(Reader):
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
         ours = partition.waiting + partition.outstanding
         unacknowledged = self._mode.grouped and _entries(done, end) > 0
-        return max(int(unacknowledged), ours + _entries(max(partition.received, done), end))
+        received = max(partition.received, partition.consumer.heard[:2], done)
+        return max(int(unacknowledged), ours + _entries(received, end))
 
     def ack_context(self) -> PulsarAckContext:
         return self._context

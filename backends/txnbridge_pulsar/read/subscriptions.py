@@ -170,21 +170,14 @@ class FailoverMode(SubscriptionMode):
         self, topic: str, first: bool, type: wire.SubscriptionType, permits: int, deadline: Deadline
     ) -> wire.PulsarConsumer:
         start = self._subscription.start
+        # A partition that was added later is read from its beginning.
+        begin = wire.LATEST if first and start == "latest" else wire.EARLIEST
+        how = {"type": type, "start": begin, "name": self._name, "inbox": self._inbox, "permits": permits}
         while True:
             if first and isinstance(start, int):
                 self._begin_at(topic, start, deadline)
             try:
-                # A partition that was added later is read from its beginning.
-                latest = first and start == "latest"
-                return self._subscribe(
-                    topic,
-                    deadline,
-                    type=type,
-                    start=wire.LATEST if latest else wire.EARLIEST,
-                    name=self._name,
-                    inbox=self._inbox,
-                    permits=permits,
-                )
+                return self._subscribe(topic, deadline, **how)
             except wire.ConsumerBusy:
                 if not isinstance(start, int) or deadline.expired:
                     raise  # the group uses another kind of subscription
@@ -208,13 +201,13 @@ class FailoverMode(SubscriptionMode):
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
         except wire.ConsumerBusy:
             return  # the group has members, or another client is setting the position
+        alone.joins_chunks = False  # the group begins before the first chunk of its first message
         with wire.closing(alone, deadline.left):
             last, acknowledged = alone.progress(deadline.left())
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
                 return
             if (passed := _last_before(alone, timestamp, last, deadline)) is not None:
-                # Seek instead of acknowledging: a seek is stored before the answer, but an acknowledgement is lost if
-                # the topic is unloaded at once.
+                # Seek: an acknowledgement, unlike a seek, would be lost if the topic were unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
                     alone.seek(_position_after(passed), deadline.left())
 
@@ -298,7 +291,9 @@ def _last_before(
 
 
 def _times(entry: wire.ReceivedEntry) -> list[tuple[int, wire.MessageId]]:
-    """Return the times and ids of an entry's messages; of an entry that cannot be read, its own."""
+    """Return the times and ids of an entry's messages; of a chunk, or an entry that cannot be read, its own."""
+    if entry.chunk is not None:
+        return [(wire.ReceivedMessage(entry, -1, b"", entry.metadata).event_time or entry.publish_time, entry.id)]
     try:
         return [(message.event_time or entry.publish_time, message.id) for message in entry.messages()]
     except wire.PulsarError:  # a member that reaches the entry gets this error

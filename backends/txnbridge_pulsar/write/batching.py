@@ -107,16 +107,14 @@ class TransactionProducer:
                     return
                 if isinstance(error, wire.RequestTimedOut):
                     raise DeadlineExceeded(f"sending to {self.concrete}: {error}") from error
-                self._reopen_and_resend(error, receipts, deadline)
+                self._send_again(error, receipts, deadline)
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self.concrete}") from error
             except BaseException:  # an interrupt: the entry may be under way, and nobody waits for its receipt
                 receipts.sent(self)
                 raise
 
-    def _reopen_and_resend(
-        self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline
-    ) -> None:
+    def _send_again(self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline) -> None:
         """Reopen the producer after a lost connection. Entries without a receipt are sent again before any new one."""
         deadline.check(f"sending to {self.concrete}")
         settled = receipts.wait(deadline, self)  # the client reports each lost entry to `receipts`

@@ -220,11 +220,9 @@ class _PartitionProducer:
         self._producer = retry_translated(lambda: self._opened(deadline), self._what, deadline, self._as_bridge_error)
 
     def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
-        pack = self._cluster.settings.pack
+        client, pack = self._cluster.client, self._cluster.settings.pack
         with needing("produce", self._concrete):
-            return self._cluster.client.create_producer(
-                self._concrete, timeout=deadline.left(), name=self._name, compression=pack
-            )
+            return client.create_producer(self._concrete, timeout=deadline.left(), name=self._name, compression=pack)
 
     @property
     def last_stored(self) -> int:
@@ -280,9 +278,7 @@ class _PartitionProducer:
             try:
                 self._producer.flush(deadline.left())
             except wire.RequestTimedOut as error:
-                raise errors.DeadlineExceeded(
-                    f"sending to {self._concrete}: {error}; they may still be stored"
-                ) from error
+                raise errors.DeadlineExceeded(f"sending to {self._concrete}: {error}; some may be stored") from error
             self._check()
             if not self._is_interrupted:
                 return

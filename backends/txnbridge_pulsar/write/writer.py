@@ -41,8 +41,7 @@ _MIN_ABORT_SECONDS = 2.0
 # block its topic, unless the broker is made to refuse the entry.
 _ABORT_SETTLE_SECONDS = 0.5
 
-# If the last transaction wrote to at most this many partitions, they are registered in advance with the next
-# transaction's first topic.
+# The most partitions of the last transaction that are registered in advance, with the next one's first topic.
 _MAX_REGISTERED_IN_ADVANCE = 16
 _MAX_MESSAGE_BYTES = LIMITS.message_bytes or 0
 _MAX_TIMESTAMP = (1 << 63) - 1
@@ -536,6 +535,4 @@ class PulsarWriter(Writer):
 
 
 def _lost_partition_error() -> errors.Conflict:
-    return errors.Conflict(
-        "the reader lost partitions whose messages the transaction acknowledges; the messages come again"
-    )
+    return errors.Conflict("the reader lost partitions whose messages the transaction acknowledges; they come again")

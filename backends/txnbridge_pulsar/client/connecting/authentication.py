@@ -1,6 +1,4 @@
-"""Authentication methods. A broker asks for credentials when a client connects, and again before the credentials
-expire.
-"""
+"""Authentication methods. A broker asks for credentials when a client connects, and again before they expire."""
 
 from __future__ import annotations
 

@@ -94,9 +94,7 @@ class Response:
         self._what = what
 
     def result(self, timeout: float) -> Fields:
-        """Wait for the answer, and return its fields. Raise `ServerError` if the broker refused the request,
-        `BrokerConnectionLost`, or `RequestTimedOut`.
-        """
+        """Wait for and return the answer's fields. Raise the broker's `ServerError`, or `BrokerConnectionLost`."""
         try:
             return self._future.result(timeout)
         except FutureTimeout:
@@ -302,10 +300,8 @@ class BrokerConnection:
             self._end(ProtocolError(f"a frame could not be handled: {type(error).__name__}"))
 
     def _silence_left(self) -> float:
-        return max(
-            0.0,
-            self._last_received_at + self._options.keepalive_seconds * (2 if self._pinged else 1) - time.monotonic(),
-        )
+        allowed = self._options.keepalive_seconds * (2 if self._pinged else 1)
+        return max(0.0, self._last_received_at + allowed - time.monotonic())
 
     def _keep_alive(self) -> None:
         if self._silence_left() > 0:

@@ -54,9 +54,7 @@ class ConnectionPool:
         self._closed = False
 
     def get(self, target: ConnectionTarget, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """Return the open connection to a target; if there is none, make one attempt to open it. Raise the errors of
-        `BrokerConnection.open`.
-        """
+        """Return the open connection to a target, or try once to open it. Raise the errors of `BrokerConnection`."""
         key = (target, connection_key)
         with self._lock:
             if self._closed:
@@ -159,19 +157,18 @@ class Lookup:
             answer = self._pool.get(target, _CONNECTION_KEY, deadline).ask(
                 "lookup", deadline, topic=topic, authoritative=authoritative, advertised_listener_name=self._listener
             )
-            target = self._target_in_answer(
-                answer.get("broker_service_url"), answer.get("broker_service_url_tls"), answer
-            )
+            target = self._target_in_answer(answer)
             if answer.get("response") != _REDIRECT:
                 return target
             authoritative = answer.get("authoritative", False)
         raise ServiceNotReady(6, f"the brokers redirect in circles for {topic}")
 
-    def _target_in_answer(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> ConnectionTarget:
+    def _target_in_answer(self, answer: dict[str, object]) -> ConnectionTarget:
         if answer.get("response") not in (_REDIRECT, _CONNECT):
             raise server_error(0, "the lookup failed")
         try:
-            (broker,) = service_url((url_tls if self._service.tls else url) or "").addresses
+            name = "broker_service_url_tls" if self._service.tls else "broker_service_url"
+            (broker,) = service_url(str(answer.get(name, ""))).addresses
         except ValueError:
             raise ProtocolError("a lookup was answered without the address of a broker") from None
         if not answer.get("proxy_through_service_url") or broker in self._service.addresses:

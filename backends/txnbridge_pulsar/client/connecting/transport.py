@@ -153,9 +153,7 @@ class Transport:
 
 
 def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline) -> socket.socket:
-    """Return a socket that is connected to `address`, with TLS if a context is given. Raise `OSError`, or `ValueError`
-    for an invalid host name.
-    """
+    """Return a connected socket, with TLS if a context is given. Raise `OSError`, `ValueError` for an invalid host."""
     sock = _connect_to_any(_resolved(address, deadline), deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

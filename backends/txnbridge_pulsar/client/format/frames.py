@@ -143,9 +143,7 @@ class FrameReader:
         return memoryview(self._buffer)[self._end :]
 
     def frames(self, received: int) -> list[bytes]:
-        """Return the frames that the last `received` bytes complete, without their sizes. Raise `ProtocolError` for a
-        frame larger than `limit`.
-        """
+        """Return the frames, without sizes, that new bytes complete. Raise `ProtocolError` for one above the limit."""
         self._end += received
         at, frames = 0, []
         with memoryview(self._buffer) as view:

@@ -59,9 +59,7 @@ def message_id(fields: Fields) -> MessageId:
 
 
 def position_fields(id: MessageId) -> Fields:
-    """Return the MessageIdData of a position to start at, or to seek to. If the id has a batch index, the position is
-    that message in the batch.
-    """
+    """Return the MessageIdData of a position to start at or seek to; with a batch index, of that message in a batch."""
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.partition >= 0:
         fields["partition"] = id.partition

@@ -135,9 +135,7 @@ _KEY_IS_BASE64, _NULL = tag(_KIND, "partition_key_b64_encoded") + b"\x01", tag(_
 
 
 def _head(payload: bytes | None, key: bytes | str | None, properties: Properties, event_time: int | None) -> bytes:
-    """Return the encoded metadata that precede a message's payload in a batch. `encode` is not used, because this runs
-    for each message.
-    """
+    """Return the encoded metadata of a message in a batch. `encode` is not used, because this runs for each message."""
     parts: list[bytes] = []
     for name, value in properties:
         pair = _NAME + with_length(name.encode()) + _VALUE + with_length(value.encode())

@@ -58,9 +58,7 @@ class ReceivedMessage:
 
     @property
     def event_time(self) -> int | None:
-        """Return the sender's event time in milliseconds since 1970; None if it is missing, or 0, which other clients
-        write for no time, or larger than Java's.
-        """
+        """Return the sender's event time in milliseconds since 1970; None if it is missing, 0, or above Java's."""
         time: int = self._described.get("event_time", 0)
         return time if 0 < time < 1 << 63 else None
 
@@ -70,21 +68,12 @@ class ReceivedEntry:
 
     An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with the entry. If a
     message was sent in several chunks, `parts` are the ids of all its chunks, also of ones that were sent twice.
+    `comes_again` says that the consumer has to go back: drop the entry.
     """
 
     __slots__ = (
-        "_index_words",
-        "_payload",
-        "_skipped",
-        "arrival",
-        "consumer",
-        "fault",
-        "generation",
-        "id",
-        "metadata",
-        "parts",
-        "redeliveries",
-        "size",
+        *("_index_words", "_payload", "_skipped", "arrival", "comes_again", "consumer", "fault", "generation", "id"),
+        *("metadata", "parts", "redeliveries", "size"),
     )
 
     def __init__(self, consumer: object | None, generation: int, fields: Fields, tail: bytes) -> None:
@@ -92,6 +81,7 @@ class ReceivedEntry:
         self.generation = generation
         self.arrival = 0  # number of the entry since the consumer was opened
         self.id = message_id(fields["message_id"])
+        self.comes_again = False
         self.redeliveries: int = fields.get("redelivery_count", 0)
         self.size = len(tail)
         self.fault: PulsarError | None = None
@@ -269,8 +259,8 @@ MAX_INCOMPLETE_MESSAGES = 16
 _MAX_STRAYS = 1000
 # Bytes counted for a chunk besides its content: else many small chunks could take any amount of memory.
 CHUNK_OVERHEAD_BYTES = 1024
-# The number of dropped messages that are remembered, to report them if more of their chunks arrive.
-_MAX_REMEMBERED_DROPS = 1000
+# The number of messages that are remembered: more chunks of them may arrive.
+_MAX_REMEMBERED = 10_000
 
 
 class Chunks:
@@ -281,14 +271,20 @@ class Chunks:
     of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
     Chunks that arrive without those before them are left out: `take` returns their ids, too. Copies of a chunk, which
-    senders store after lost receipts, become its `parts`, to be acknowledged as well. Only one thread may call the
-    methods.
+    senders store after lost receipts, become its `parts`, to be acknowledged as well. Chunks before the entry `wanted`
+    only complete messages of which later chunks arrive. Only one thread may call the methods.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: tuple[int, ...] = (), goes_back: bool | None = None) -> None:
+        self.goes_back = goes_back  # whether the consumer may have begun after the first chunks; None for a group
+        # The first chunk that arrived without those before it, and how many chunks its message has; not for a group.
+        self.stray: tuple[MessageId, int] | None = None
+        self._wanted = wanted
         self._begun: dict[str, list[ReceivedEntry]] = {}
         self._sizes: dict[str, int] = {}
-        self._dropped: dict[int, None] = {}  # hashes, because names may be long
+        # Whether a message was dropped and this is not reported yet; by hashes, because names may be long.
+        self._known: dict[int, bool] = {}
+        self.later: deque[MessageId] = deque(maxlen=_MAX_STRAYS)  # strays that are no first chunks
         self._strays: deque[tuple[MessageId, int, int]] = deque(maxlen=_MAX_STRAYS)  # with arrivals and redeliveries
         self._rounds = deque([0] * 8, 8)  # how many entries were taken before the last calls of `take`
 
@@ -298,6 +294,7 @@ class Chunks:
         Return a faulty entry if the message cannot be completed. A chunk out of order is dropped.
         """
         uuid, number, of = chunk
+        is_wanted = entry.id[:2] >= self._wanted
         if number == 0:  # a new message, or one that is sent again or redelivered from its first chunk on
             entry.parts = tuple(_ids(self._begun.get(uuid, ())))
             self._begin(uuid)
@@ -309,11 +306,19 @@ class Chunks:
                 lost = [*(earlier or ()), entry]
                 self._strays += [(id, entry.arrival, each.redeliveries) for each in lost for id in _ids([each])]
                 self._forget(uuid)
-            return entry if self._is_of_dropped_message(uuid, entry) else None
+            if earlier is None:
+                self.later.append(entry.id)
+            if is_wanted and hash(uuid) not in self._known and self.goes_back is not None:
+                self.stray = self.stray or (entry.id, of)
+                self._remember(uuid, is_dropped=False)
+            return entry if is_wanted and self._is_of_dropped_message(uuid, entry) else None
         size = self._sizes[uuid] + entry.size + CHUNK_OVERHEAD_BYTES
         claimed = entry.metadata.get("total_chunk_msg_size", 0) + of * CHUNK_OVERHEAD_BYTES
         if max(size, claimed) > max_bytes:
             self._forget(uuid)
+            if not is_wanted:
+                self._remember(uuid, is_dropped=True)
+                return None
             entry.refuse(f"a message in {of} chunks is larger, or claims so, than the {max_bytes} bytes that are held")
             return entry
         if number + 1 == of:
@@ -326,8 +331,14 @@ class Chunks:
         return None
 
     def _begin(self, uuid: str) -> None:
-        self._dropped.pop(hash(uuid), None)
+        self._remember(uuid, is_dropped=False)
         self._begun[uuid], self._sizes[uuid] = [], 0
+
+    def _remember(self, uuid: str, is_dropped: bool) -> None:
+        self._known.pop(hash(uuid), None)
+        self._known[hash(uuid)] = is_dropped
+        if len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
 
     def _forget(self, uuid: str) -> None:
         self._begun.pop(uuid, None)
@@ -337,16 +348,14 @@ class Chunks:
         while len(self._begun) > MAX_INCOMPLETE_MESSAGES or sum(self._sizes.values()) > max_bytes:
             oldest = next(iter(self._begun))
             self._forget(oldest)
-            self._dropped[hash(oldest)] = None
-            if len(self._dropped) > _MAX_REMEMBERED_DROPS:
-                del self._dropped[next(iter(self._dropped))]
+            self._remember(oldest, is_dropped=True)
 
     def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
         """Return whether this is the first chunk since its message was dropped, and if so make it a faulty entry."""
-        if hash(uuid) not in self._dropped:
+        if not self._known.get(hash(uuid)):
             return False
-        del self._dropped[hash(uuid)]
-        entry.refuse("the first chunks of a message were dropped, because too many others were incomplete as well")
+        self._known[hash(uuid)] = False
+        entry.refuse("the first chunks of a message were dropped: it is too large, or too many others are incomplete")
         return True
 
     def take(self, taken: int, every: bool) -> list[MessageId]:
