@@ -58,16 +58,21 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
         before = offset_ranges.topic_ids_of(start)
         position = offset_ranges.without_recreated(offset_ranges.from_json(start), before, topic_ids, self._options)
-        end = offset_ranges.next_offsets(position, self._up_to_last(bounds), self._options)
+        end = offset_ranges.next_offsets(position, self._up_to_last(bounds, position), self._options)
         if isinstance(limit, ReadMaxRows):
             end = offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
         return offset_ranges.to_json(end, topic_ids)
 
-    def _up_to_last(self, bounds: Bounds) -> Bounds:
+    def _up_to_last(self, bounds: Bounds, position: Offsets) -> Bounds:
         if self._last is None:
             return bounds
         last = self._last
-        return {each: (first, max(first, last[each])) for each, (first, _) in bounds.items() if each in last}
+        # A new query that begins at the end got its position after `last`: messages and partitions may have come between.
+        return {
+            each: (first, max(first, last.get(each, first), min(end, position.get(each, first))))
+            for each, (first, end) in bounds.items()
+            if each in last or each in position
+        }
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         return None if self._seen is None else offset_ranges.to_json(self._seen)
