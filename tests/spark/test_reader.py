@@ -288,6 +288,19 @@ def test_a_batch_that_is_repeated_has_the_same_rows_whatever_was_committed_meanw
     assert Stream(url, topic, start=stream.at).read(end) == list(range(10)) == stream.read(end)
 
 
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+def test_a_first_batch_that_is_repeated_begins_where_it_was_planned_to(url, bridge, topic):
+    """Spark stores no initial offset: it asks for one again."""
+    send(bridge, topic, range(10), partition=0)
+    end = Stream(url, topic, startingOffsets="earliest").plan()
+    assert Stream(url, topic, startingOffsets="latest").read(end) == list(range(10))
+    assert Stream(url, topic, start=end).plan() == end
+    remove_before(url, topic, 4)
+    with pytest.raises(PositionLost, match="everything before 4"):
+        Stream(url, topic, startingOffsets="earliest").read(end)
+
+
 @where_positions_are_numbers
 def test_a_process_that_reads_ranges_again_and_again_reads_each_of_them_whole(url, bridge, topic):
     """Spark keeps its Python processes, and each keeps its connection: what it has read before says nothing."""

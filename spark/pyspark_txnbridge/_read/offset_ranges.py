@@ -15,6 +15,7 @@ from pyspark_txnbridge._kept_bridges import ClientPool, connect_with_retry
 from pyspark_txnbridge._read.source_options import (
     EARLIEST,
     LATEST,
+    NO_PARTITIONS,
     TOPIC_ID,
     OffsetsOption,
     Since,
@@ -313,7 +314,7 @@ def from_json(positions: Mapping[str, Mapping[str, Any]]) -> Offsets:
         (topic, int(number)): position_of(position)
         for topic, partitions in positions.items()
         for number, position in partitions.items()
-        if number != TOPIC_ID
+        if number not in NO_PARTITIONS
     }
 
 

@@ -10,7 +10,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from pyspark_txnbridge._read import offset_ranges
 from pyspark_txnbridge._read.offset_ranges import Bounds, Offsets
-from pyspark_txnbridge._read.source_options import EARLIEST, LATEST, SourceOptions
+from pyspark_txnbridge._read.source_options import BEGIN, EARLIEST, LATEST, SourceOptions
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:
@@ -40,10 +40,12 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._options = options
         self._last: Offsets | None = None  # with availableNow: the ends when the query was started
         self._seen: Offsets | None = None
+        self._initial: dict[str, Any] | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
         topic_ids, bounds = offset_ranges.topic_bounds(self._options)
-        return offset_ranges.to_json(offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
+        self._initial = offset_ranges.to_json(offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
+        return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets
@@ -61,7 +63,13 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         end = offset_ranges.next_offsets(position, self._up_to_last(bounds, position), self._options)
         if isinstance(limit, ReadMaxRows):
             end = offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
-        return offset_ranges.to_json(end, topic_ids)
+        planned = offset_ranges.to_json(end, topic_ids)
+        if planned == {topic: {key: at for key, at in each.items() if key != BEGIN} for topic, each in start.items()}:
+            return start
+        if start == self._initial:
+            # Spark stores no initial offset, but asks for it again to read the first batch, and to repeat it.
+            return {topic: {**each, BEGIN: start.get(topic, {})} for topic, each in planned.items()}
+        return planned
 
     def _up_to_last(self, bounds: Bounds, position: Offsets) -> Bounds:
         if self._last is None:
@@ -79,6 +87,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         topic_ids, bounds = offset_ranges.topic_bounds(self._options)
+        start = {topic: each[BEGIN] for topic, each in end.items() if BEGIN in each} or start
         planned, before = offset_ranges.topic_ids_of(end), offset_ranges.topic_ids_of(start)
         # Partitions of a topic that was recreated before this batch have no rows in it; latestOffset reported the loss.
         begin = {

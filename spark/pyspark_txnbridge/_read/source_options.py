@@ -40,8 +40,9 @@ EARLIEST, LATEST = "earliest", "latest"
 # Spark's Kafka source writes these numbers in JSON for earliest and latest.
 _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATEST: LATEST}
 
-# The key of a topic's id in a checkpoint, next to the topic's partitions. The id shows whether the topic was recreated.
-TOPIC_ID = "topicId"
+# The keys in a checkpoint next to a topic's partitions: the topic's id, which shows whether the topic was recreated, and
+# where the first batch begins.
+NO_PARTITIONS = TOPIC_ID, BEGIN = "topicId", "begin"
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _for_each(
             (topic, int(partition)): parse(at)
             for topic, partitions in json.loads(value).items()
             for partition, at in partitions.items()
-            if partition != TOPIC_ID  # the offsets were copied from a checkpoint
+            if partition not in NO_PARTITIONS  # the offsets were copied from a checkpoint
         }
     except (ValueError, AttributeError, TypeError):
         raise InvalidOption(f"option {name} is {form}, not {value!r:.100}") from None
