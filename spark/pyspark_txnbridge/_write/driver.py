@@ -235,7 +235,7 @@ def _decide(
         raise _given_up(identity)
     record_first_number(session, identity, opening)
     count = total(written)
-    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
+    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run, "topic": session.options.topic}
     return _claim(session, identity, opening, attempts[0], parts, _small_rows(session, written), totals)
 
 
@@ -348,7 +348,7 @@ def _replace(
             raise in_doubt(session, claim, dead, "The rows were written again, but other tasks have them. ")
         fresh.remove(twin)
         chosen.append(twin)
-    totals = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
+    totals = {name: value for name, value in claim.data.items() if name != "parts"}
     parts = [part for part in chosen if part.partition != SMALL_TASKS]
     small = [tables[int(part.token)] for part in chosen if part.partition == SMALL_TASKS]
     return _claim(session, identity, opening, attempt, parts, small, totals)
@@ -416,6 +416,11 @@ def _check_rows(session: SinkSession, identity: BatchId, written: list[Written],
     if published is None:
         return
     count, options = total(written), session.options
+    if identity.job and (topic := published.get("topic", options.topic)) != options.topic:
+        raise InvalidOption(
+            f"{identity} is done with the option topic={topic}, and now it has topic={options.topic}: nothing was"
+            " published there. Give each sink of a job a name of its own (option sink)"
+        )
     same = options.nondeterministic or count.fingerprint == published["fingerprint"]
     ours = options.app_id is None or (not identity.job and first_number(session, identity) is not None)
     if same and count.rows == published["rows"] and (ours or identity.job or not identity.checkpoint):

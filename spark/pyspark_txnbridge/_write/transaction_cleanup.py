@@ -276,7 +276,7 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
     """Record that every transaction of a batch is published. `data` is that of the decision (claim) to commit it."""
     decisions = session.decisions
     if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
-        summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
+        summary = {name: value for name, value in data.items() if name != "parts"}
         # The totals of the last batch stay in the log, so that a repetition with other rows is noticed.
         with suppress(InvalidState):  # a later batch is marked done already
             decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
