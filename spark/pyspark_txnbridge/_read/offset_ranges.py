@@ -266,8 +266,7 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
     end_offsets: Offsets = {}
     for partition, (first, end) in sorted(bounds.items()):
         at = start.get(partition, first)
-        if not first <= at <= end:
-            _check_kept(partition, at, at, bounds, options)
+        _check_kept(partition, at, at, bounds, options)
         end_offsets[partition] = end if partition in start and first <= at <= end else first
     for partition in sorted(start.keys() - bounds.keys()):
         _check_kept(partition, start[partition], start[partition], bounds, options)

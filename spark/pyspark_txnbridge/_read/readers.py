@@ -72,10 +72,9 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return planned
 
     def _up_to_last(self, bounds: Bounds, position: Offsets) -> Bounds:
-        if self._last is None:
+        if (last := self._last) is None:
             return bounds
-        last = self._last
-        # A new query that begins at the end got its position after `last`: messages and partitions may have come between.
+        # A new query that begins at the end got its position after `last`; the topic may have grown between them.
         return {
             each: (first, max(first, last.get(each, first), min(end, position.get(each, first))))
             for each, (first, end) in bounds.items()

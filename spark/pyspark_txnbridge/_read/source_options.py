@@ -8,40 +8,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark_txnbridge._write.sink_options import Settings, check_names, flag, number, seconds, take_address
+from pyspark_txnbridge._write.sink_options import (
+    Settings,
+    check_names,
+    flag,
+    number,
+    option_names,
+    seconds,
+    take_address,
+)
 from txnbridge import InvalidOption, Position
 from txnbridge.spi import Partition
 
-_NAMES = {
-    name.lower(): name
-    for name in (
-        "url",
-        "topic",
-        "subscribe",
-        "subscribePattern",
-        "assign",
-        "startingOffsets",
-        "startingOffsetsByTimestamp",
-        "startingOffsetsByTimestampStrategy",
-        "startingTimestamp",
-        "endingOffsets",
-        "endingOffsetsByTimestamp",
-        "endingTimestamp",
-        "maxOffsetsPerTrigger",
-        "maxRecordsPerPartition",
-        "minPartitions",
-        "failOnDataLoss",
-        "includeHeaders",
-        "timestamps",
-        "timeout",
-    )
-}
+_NAMES = option_names(
+    "url topic subscribe subscribePattern assign startingOffsets startingOffsetsByTimestamp startingTimestamp"
+    " startingOffsetsByTimestampStrategy endingOffsets endingOffsetsByTimestamp endingTimestamp maxOffsetsPerTrigger"
+    " maxRecordsPerPartition minPartitions failOnDataLoss includeHeaders timestamps timeout"
+)
 EARLIEST, LATEST = "earliest", "latest"
 # Spark's Kafka source writes these numbers in JSON for earliest and latest.
 _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATEST: LATEST}
 
-# The keys in a checkpoint next to a topic's partitions: the topic's id, which shows whether the topic was recreated, and
-# where the first batch begins.
+# The keys in a checkpoint next to a topic's partitions: the topic's id, which shows whether the topic was recreated,
+# and the positions at which the first batch begins.
 NO_PARTITIONS = TOPIC_ID, BEGIN = "topicId", "begin"
 
 

@@ -256,10 +256,8 @@ def recover_command(options: SinkOptions, query: str) -> str:
         words += ["--prefix", options.prefix]
     if options.log or options.log_url:
         words += ["--decision-log", options.log or "…"]
-    for backend, settings in options.settings:
-        for name, _ in settings:
-            words += ["--option", f"{backend}.{name}=…"]
-    return shlex.join(words)
+    given = [f"--option={backend}.{name}=…" for backend, settings in options.settings for name, _ in settings]
+    return shlex.join(words + given)
 
 
 def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
