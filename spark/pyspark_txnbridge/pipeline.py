@@ -27,7 +27,6 @@ from txnbridge import BackendMissing, InvalidOption, TxnBridgeError, errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming.listener import SourceProgress
     from pyspark.sql.streaming.query import StreamingQuery
 
 __all__ = ["Progress", "run"]
@@ -138,17 +137,12 @@ def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Prog
                 if each.batchId > last and each.numInputRows:
                     last = each.batchId
                     rows = progress.rows + each.numInputRows
-                    progress = Progress(progress.batches + 1, rows, _behind(each.sources[0]))
+                    behind = lags(each.sources[0])
+                    progress = Progress(progress.batches + 1, rows, sum(behind) if behind else None)
                     report(progress)
     finally:
         query.stop()
     return progress
-
-
-def _behind(source: SourceProgress) -> int | None:
-    """Return the number of positions that the last batch, when planned, left unread in its source; None if unknown."""
-    behind = lags(source)
-    return sum(behind) if behind else None
 
 
 @contextmanager

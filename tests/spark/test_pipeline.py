@@ -25,6 +25,7 @@ from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
 from pyspark.sql.streaming.listener import SourceProgress
 from pyspark_txnbridge import _cli_plugin, offsets_behind, pipeline
 from pyspark_txnbridge._commands import pipeline_command as command
+from pyspark_txnbridge._read.offset_lag import lags
 from pyspark_txnbridge._write.batch_identity import BatchInDoubt
 
 
@@ -156,7 +157,7 @@ def test_a_batch_in_doubt_is_told_as_what_it_is():
 @pytest.mark.parametrize("latest", ["None", "null", "7", '{"topic": {"0": [3, 4, 5]}}'])
 def test_offsets_that_cannot_be_counted_give_no_lag(latest):
     source = SourceProgress("a source", "None", '{"topic": {"0": [1, 2, 3]}}', latest, 0, 0.0, 0.0, {})
-    assert offsets_behind(source) == {} and pipeline._behind(source) is None
+    assert offsets_behind(source) == {} and lags(source) == []
 
 
 @mostly_embedded

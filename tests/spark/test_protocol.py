@@ -560,6 +560,14 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
     assert (published(sink), left_open(sink, job)) == ([0, 1, 2, 3, 4], [])
 
 
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+def test_a_version_that_is_done_for_one_topic_is_refused_for_another_one(sink, query):
+    run_batch(sink, BatchId(query, "sink", 7, new_run(), job=True), FIRST)
+    with pytest.raises(errors.InvalidOption, match=rf"topic={sink.topic}, and now it has topic=copy: nothing was"):
+        run_batch(replace(sink, topic="copy"), BatchId(query, "sink", 7, new_run(), job=True), FIRST)
+
+
 @pytest.mark.parametrize("version", [7, None], ids=["numbered", "named only"])
 def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url, version):
     job = f"job-{new_run()}"

@@ -221,8 +221,8 @@ def values(reader, tasks):
 class Stream:
     """A query that reads: where it stands is what Spark writes into its checkpoint."""
 
-    def __init__(self, url, topic="", start=None, **given):
-        self.reader = StreamReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
+    def __init__(self, url, topic="", start=None, reader=None, **given):
+        self.reader = reader or StreamReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
         self.at = start or self.reader.initialOffset()
 
     def plan(self):
@@ -306,6 +306,19 @@ def test_a_batch_that_is_repeated_has_the_same_rows_whatever_was_committed_meanw
     assert Stream(url, topic, start=stream.at).read(end) == list(range(10)) == stream.read(end)
 
 
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+def test_a_first_batch_that_is_repeated_begins_where_it_was_planned_to(url, bridge, topic):
+    """Spark stores no initial offset: it asks for one again."""
+    send(bridge, topic, range(10), partition=0)
+    end = Stream(url, topic, startingOffsets="earliest").plan()
+    assert Stream(url, topic, startingOffsets="latest").read(end) == list(range(10))
+    assert Stream(url, topic, start=end).plan() == end
+    remove_before(url, topic, 4)
+    with pytest.raises(PositionLost, match="everything before 4"):
+        Stream(url, topic, startingOffsets="earliest").read(end)
+
+
 @where_positions_are_numbers
 def test_a_process_that_reads_ranges_again_and_again_reads_each_of_them_whole(url, bridge, topic):
     """Spark keeps its Python processes, and each keeps its connection: what it has read before says nothing."""
@@ -375,6 +388,21 @@ def test_with_available_now_a_stream_ends_where_the_topic_ended_when_it_began(ur
     again = Stream(url, topic, start=stream.at)
     again.reader.prepareForTriggerAvailableNow()
     assert flat(again.run()) == list(range(10, 20))
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+@pytest.mark.parametrize("fail", ["true", "false"])
+def test_with_available_now_a_new_stream_begins_at_the_end_of_a_topic_that_grows_meanwhile(url, bridge, topic, fail):
+    send(bridge, topic, range(5), partition=0)
+    reader = StreamReader(SourceOptions.parse({"url": url, "topic": topic, "failOnDataLoss": fail}))
+    reader.prepareForTriggerAvailableNow()
+    send(bridge, topic, range(5, 9), partition=0)
+    bridge.admin.grow_topic(topic, 3)
+    stream = Stream(url, topic, reader.initialOffset(), reader=reader)
+    send(bridge, topic, [9], partition=0)
+    assert stream.run() == []
+    assert Stream(url, topic, start=stream.at).run() == [[9]]
 
 
 # The others drop whole files or ledgers, when they like.

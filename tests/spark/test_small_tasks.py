@@ -17,8 +17,17 @@ import txnbridge
 from tests.failing import EACH, fail_call, note_calls
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from tests.spark.test_protocol import check_two_batches, fresh_starts, run_two_batches
-from txnbridge import Fenced, InvalidOption, NotFound, OutcomeUnknown, Token, TransactionAborted
-from txnbridge._decisions.decisions import Opening
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    Fenced,
+    InvalidOption,
+    NotFound,
+    OutcomeUnknown,
+    Token,
+    TransactionAborted,
+)
+from txnbridge._decisions.decisions import Decisions, Opening
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
 SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
@@ -203,6 +212,33 @@ def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(s
     _driver.commit(sink, written)
     assert [len(left) for left in open_then] == [0, 1]
     assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+@pytest.mark.parametrize("failing", [(Bridge, "commit"), (Decisions, "done")])
+def test_a_job_that_nobody_runs_again_is_published_whole_when_the_broker_is_away_for_a_while(
+    sink, monkeypatch, failing
+):
+    job = new_run()
+    written = write(sink, BatchId(f"#{job}", "sink", 0, job, job=True), MIXED)
+    owner, name = failing
+    fail_call(monkeypatch, owner, name, BrokerUnavailable("away"), range(2), happens=True)
+    _driver.commit(sink, written)
+    assert (published(sink), left_open(sink, f"#{job}")) == (list(range(5, 10)), [])
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+def test_a_job_that_is_decided_and_not_published_says_so_and_is_published_when_spark_aborts_it(sink, monkeypatch):
+    job = new_run()
+    written = write(sink, BatchId(f"#{job}", "sink", 0, job, job=True), MIXED)
+    fail_call(monkeypatch, Bridge, "commit", BrokerUnavailable("away"), range(1, 99))
+    with pytest.raises(OutcomeUnknown, match=rf"decided.*recover .*{job}"):
+        _driver.commit(sink, written)
+    monkeypatch.undo()
+    _driver.abort(sink, written)
+    assert (published(sink), left_open(sink, f"#{job}")) == (list(range(5, 10)), [])
 
 
 @mostly_embedded

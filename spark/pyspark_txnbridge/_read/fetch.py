@@ -185,16 +185,14 @@ def _times(found: MessageColumns, timestamps: str) -> pa.Array:
         return pa.array(found.timestamps, pa.timestamp("ms", "UTC")).cast(kind)
     except pa.ArrowInvalid:
         times = [max(-_MOST_MILLISECONDS, min(time, _MOST_MILLISECONDS)) for time in found.timestamps]
-    beyond = [index for index, (time, held) in enumerate(zip(found.timestamps, times, strict=True)) if time != held]
+    pairs = list(zip(found.timestamps, times, strict=True))
     if timestamps == "error":
-        position = tuple(numbers[beyond[0]] for numbers in found.numbers)
+        first = next(index for index, (time, held) in enumerate(pairs) if time != held)
+        position = tuple(numbers[first] for numbers in found.numbers)
         raise NotSupported(
             f"the message of {found.topic}[{found.partition}] at {in_json(position)} has the time"
-            f" {found.timestamps[beyond[0]]} (milliseconds since 1970), which Spark's timestamps cannot hold. With the"
+            f" {found.timestamps[first]} (milliseconds since 1970), which Spark's timestamps cannot hold. With the"
             " option timestamps=null its time is null, with timestamps=clip the nearest one that they hold"
         )
-    microseconds: list[int | None] = [time * 1000 for time in times]
-    if timestamps == "null":
-        for index in beyond:
-            microseconds[index] = None
-    return pa.array(microseconds, kind)
+    kept = [held * 1000 if timestamps == "clip" or time == held else None for time, held in pairs]
+    return pa.array(kept, kind)

@@ -22,9 +22,7 @@ def offsets_behind(source: SourceProgress) -> dict[str, float]:
     empty dictionary if Spark reports no offsets, or if the broker's positions are not single numbers.
     """
     behind = lags(source)
-    if not behind:
-        return {}
-    values = {"min": min(behind), "max": max(behind), "avg": mean(behind)}
+    values = {"min": min(behind), "max": max(behind), "avg": mean(behind)} if behind else {}
     return {f"{name}OffsetsBehindLatest": value for name, value in values.items()}
 
 

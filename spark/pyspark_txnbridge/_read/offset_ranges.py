@@ -15,6 +15,7 @@ from pyspark_txnbridge._kept_bridges import ClientPool, connect_with_retry
 from pyspark_txnbridge._read.source_options import (
     EARLIEST,
     LATEST,
+    NO_PARTITIONS,
     TOPIC_ID,
     OffsetsOption,
     Since,
@@ -265,8 +266,7 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
     end_offsets: Offsets = {}
     for partition, (first, end) in sorted(bounds.items()):
         at = start.get(partition, first)
-        if not first <= at <= end:
-            _check_kept(partition, at, at, bounds, options)
+        _check_kept(partition, at, at, bounds, options)
         end_offsets[partition] = end if partition in start and first <= at <= end else first
     for partition in sorted(start.keys() - bounds.keys()):
         _check_kept(partition, start[partition], start[partition], bounds, options)
@@ -313,7 +313,7 @@ def from_json(positions: Mapping[str, Mapping[str, Any]]) -> Offsets:
         (topic, int(number)): position_of(position)
         for topic, partitions in positions.items()
         for number, position in partitions.items()
-        if number != TOPIC_ID
+        if number not in NO_PARTITIONS
     }
 
 

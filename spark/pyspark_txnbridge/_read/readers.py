@@ -10,7 +10,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from pyspark_txnbridge._read import offset_ranges
 from pyspark_txnbridge._read.offset_ranges import Bounds, Offsets
-from pyspark_txnbridge._read.source_options import EARLIEST, LATEST, SourceOptions
+from pyspark_txnbridge._read.source_options import BEGIN, EARLIEST, LATEST, SourceOptions
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:
@@ -40,10 +40,12 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._options = options
         self._last: Offsets | None = None  # with availableNow: the ends when the query was started
         self._seen: Offsets | None = None
+        self._initial: dict[str, Any] | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
         topic_ids, bounds = offset_ranges.topic_bounds(self._options)
-        return offset_ranges.to_json(offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
+        self._initial = offset_ranges.to_json(offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
+        return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets
@@ -58,22 +60,33 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
         before = offset_ranges.topic_ids_of(start)
         position = offset_ranges.without_recreated(offset_ranges.from_json(start), before, topic_ids, self._options)
-        end = offset_ranges.next_offsets(position, self._up_to_last(bounds), self._options)
+        end = offset_ranges.next_offsets(position, self._up_to_last(bounds, position), self._options)
         if isinstance(limit, ReadMaxRows):
             end = offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
-        return offset_ranges.to_json(end, topic_ids)
+        planned = offset_ranges.to_json(end, topic_ids)
+        if planned == {topic: {key: at for key, at in each.items() if key != BEGIN} for topic, each in start.items()}:
+            return start
+        if start == self._initial:
+            # Spark stores no initial offset, but asks for it again to read the first batch, and to repeat it.
+            return {topic: {**each, BEGIN: start.get(topic, {})} for topic, each in planned.items()}
+        return planned
 
-    def _up_to_last(self, bounds: Bounds) -> Bounds:
-        if self._last is None:
+    def _up_to_last(self, bounds: Bounds, position: Offsets) -> Bounds:
+        if (last := self._last) is None:
             return bounds
-        last = self._last
-        return {each: (first, max(first, last[each])) for each, (first, _) in bounds.items() if each in last}
+        # A new query that begins at the end got its position after `last`; the topic may have grown between them.
+        return {
+            each: (first, max(first, last.get(each, first), min(end, position.get(each, first))))
+            for each, (first, end) in bounds.items()
+            if each in last or each in position
+        }
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         return None if self._seen is None else offset_ranges.to_json(self._seen)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         topic_ids, bounds = offset_ranges.topic_bounds(self._options)
+        start = {topic: each[BEGIN] for topic, each in end.items() if BEGIN in each} or start
         planned, before = offset_ranges.topic_ids_of(end), offset_ranges.topic_ids_of(start)
         # Partitions of a topic that was recreated before this batch have no rows in it; latestOffset reported the loss.
         begin = {

@@ -8,40 +8,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark_txnbridge._write.sink_options import Settings, check_names, flag, number, seconds, take_address
+from pyspark_txnbridge._write.sink_options import (
+    Settings,
+    check_names,
+    flag,
+    number,
+    option_names,
+    seconds,
+    take_address,
+)
 from txnbridge import InvalidOption, Position
 from txnbridge.spi import Partition
 
-_NAMES = {
-    name.lower(): name
-    for name in (
-        "url",
-        "topic",
-        "subscribe",
-        "subscribePattern",
-        "assign",
-        "startingOffsets",
-        "startingOffsetsByTimestamp",
-        "startingOffsetsByTimestampStrategy",
-        "startingTimestamp",
-        "endingOffsets",
-        "endingOffsetsByTimestamp",
-        "endingTimestamp",
-        "maxOffsetsPerTrigger",
-        "maxRecordsPerPartition",
-        "minPartitions",
-        "failOnDataLoss",
-        "includeHeaders",
-        "timestamps",
-        "timeout",
-    )
-}
+_NAMES = option_names(
+    "url topic subscribe subscribePattern assign startingOffsets startingOffsetsByTimestamp startingTimestamp"
+    " startingOffsetsByTimestampStrategy endingOffsets endingOffsetsByTimestamp endingTimestamp maxOffsetsPerTrigger"
+    " maxRecordsPerPartition minPartitions failOnDataLoss includeHeaders timestamps timeout"
+)
 EARLIEST, LATEST = "earliest", "latest"
 # Spark's Kafka source writes these numbers in JSON for earliest and latest.
 _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATEST: LATEST}
 
-# The key of a topic's id in a checkpoint, next to the topic's partitions. The id shows whether the topic was recreated.
-TOPIC_ID = "topicId"
+# The keys in a checkpoint next to a topic's partitions: the topic's id, which shows whether the topic was recreated,
+# and the positions at which the first batch begins.
+NO_PARTITIONS = TOPIC_ID, BEGIN = "topicId", "begin"
 
 
 @dataclass(frozen=True)
@@ -172,7 +162,7 @@ def _for_each(
             (topic, int(partition)): parse(at)
             for topic, partitions in json.loads(value).items()
             for partition, at in partitions.items()
-            if partition != TOPIC_ID  # the offsets were copied from a checkpoint
+            if partition not in NO_PARTITIONS  # the offsets were copied from a checkpoint
         }
     except (ValueError, AttributeError, TypeError):
         raise InvalidOption(f"option {name} is {form}, not {value!r:.100}") from None

@@ -42,6 +42,7 @@ from pyspark_txnbridge._write.transaction_cleanup import (
     mark_done,
     other_rows,
     record_first_number,
+    recover_command,
     unfinished,
 )
 from txnbridge import (
@@ -193,8 +194,13 @@ def _commit(session: SinkSession, identity: BatchId, written: list[Written]) -> 
         claim = _decide(session, identity, opening, written, parts)
         decided_at = time.monotonic()
         if claim is not None:
-            finish(session, claim)
-            mark_done(session, identity.path, identity.batch, claim.data)
+            try:
+                _repeating(identity, partial(_publish, session, identity, claim))
+            except (BrokerUnavailable, OutcomeUnknown) as error:
+                raise OutcomeUnknown(
+                    f"{identity} is decided, and perhaps published in part: {error}. Do not write its rows again: a"
+                    f" restarted query, or {recover_command(session.options, identity.query)}, publishes the rest"
+                ) from error
         published = None if claim is None else claim.data
     # The batch is done. Undecided transactions of its other attempts must not hold readers back.
     abort_open(session, identity.path, opening.number)
@@ -235,7 +241,7 @@ def _decide(
         raise _given_up(identity)
     record_first_number(session, identity, opening)
     count = total(written)
-    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
+    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run, "topic": session.options.topic}
     return _claim(session, identity, opening, attempts[0], parts, _small_rows(session, written), totals)
 
 
@@ -284,13 +290,14 @@ def _claim(
     asked = False
     try:
         for rows in small:
-            own += _write(session, identity, opening, rows)
+            own += _repeating(identity, partial(_write, session, identity, opening, rows))
         parts += own
         _check_alive(session, identity, parts)
         stored = ("token", "partition", "topics", "rows", "fingerprint")
         data = {"parts": [{name: getattr(part, name) for name in stored} for part in parts], **totals}
         asked = True
-        claim = session.decisions.claim((*identity.batch_path, attempt), Decision.COMMIT, data, opening=opening)
+        id = (*identity.batch_path, attempt)
+        claim = _repeating(identity, lambda: session.decisions.claim(id, Decision.COMMIT, data, opening=opening))
         if claim.decision is Decision.ABORT:
             raise _given_up(identity)
     except InvalidState:
@@ -306,24 +313,31 @@ def _claim(
     return claim
 
 
-def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any, again: int = 3) -> list[Part]:
-    """Write rows into a prepared transaction, and up to `again` times more if that fails: Spark retries no commit.
-
-    No decision names the transactions that failed, so they are aborted like those of other attempts.
-    """
+def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any) -> list[Part]:
+    """Write rows into prepared transactions. No decision names those of a call that fails: they are aborted later."""
     options = session.options
     key = (options, options.application(identity.query))
+    with slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers:
+        writers.renew(opening)
+        take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
+        columns = Columns(frozenset(rows.column_names), options.topic)
+        return prepare(take, columns, rows.to_batches(_ROWS_AT_ONCE), SMALL_TASKS)
+
+
+def _publish(session: SinkSession, identity: BatchId, claim: Claim) -> None:
+    finish(session, claim)
+    mark_done(session, identity.path, identity.batch, claim.data)
+
+
+def _repeating(identity: BatchId, step: Callable[[], _Result], again: int = 3) -> _Result:
+    """Take a step of a commit, and up to `again` times more after an error: Spark repeats no commit."""
     try:
-        with slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers:
-            writers.renew(opening)
-            take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
-            columns = Columns(frozenset(rows.column_names), options.topic)
-            return prepare(take, columns, rows.to_batches(_ROWS_AT_ONCE), SMALL_TASKS)
+        return step()
     except (TransactionAborted, BrokerUnavailable, OutcomeUnknown) as error:
         if not again or getattr(error, "permanent", False):
             raise
-        _log.warning("%s: rows of small tasks are written again after an error: %s", identity, error)
-    return _write(session, identity, opening, rows, again - 1)
+        _log.warning("a step of the commit of %s is repeated after an error: %s", identity, error)
+    return _repeating(identity, step, again - 1)
 
 
 def _replace(
@@ -348,7 +362,7 @@ def _replace(
             raise in_doubt(session, claim, dead, "The rows were written again, but other tasks have them. ")
         fresh.remove(twin)
         chosen.append(twin)
-    totals = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
+    totals = {name: value for name, value in claim.data.items() if name != "parts"}
     parts = [part for part in chosen if part.partition != SMALL_TASKS]
     small = [tables[int(part.token)] for part in chosen if part.partition == SMALL_TASKS]
     return _claim(session, identity, opening, attempt, parts, small, totals)
@@ -416,6 +430,11 @@ def _check_rows(session: SinkSession, identity: BatchId, written: list[Written],
     if published is None:
         return
     count, options = total(written), session.options
+    if identity.job and (topic := published.get("topic", options.topic)) != options.topic:
+        raise InvalidOption(
+            f"{identity} is done with the option topic={topic}, and now it has topic={options.topic}: nothing was"
+            " published there. Give each sink of a job a name of its own (option sink)"
+        )
     same = options.nondeterministic or count.fingerprint == published["fingerprint"]
     ours = options.app_id is None or (not identity.job and first_number(session, identity) is not None)
     if same and count.rows == published["rows"] and (ours or identity.job or not identity.checkpoint):
@@ -438,13 +457,12 @@ def _abort(session: SinkSession, identity: BatchId, attempt: int | None) -> None
         opening = decisions.open(identity.path, name=identity.run)
         check_log(session, identity)
         claims = decisions.claims(identity.batch_path)
-        if any(claim.decision is Decision.COMMIT for claim in claims):
-            return
-        id = (*identity.batch_path, len(claims) if attempt is None else attempt)
-        claim = decisions.claim(id, Decision.ABORT, {"run": identity.run}, opening=opening)
+        if not any(claim.decision is Decision.COMMIT for claim in claims):
+            id = (*identity.batch_path, len(claims) if attempt is None else attempt)
+            claims = [decisions.claim(id, Decision.ABORT, {"run": identity.run}, opening=opening)]
     except (Fenced, InvalidState):
         return  # a newer run has opened the sink, or the batch is done
-    if claim.decision is Decision.ABORT:
-        # A broker that does not keep the log can't tell decided transactions from others: those are committed first.
-        finish_decided(session, identity.path)
+    # A job without a name has no later run. And a broker that does not keep the log can't tell what is decided.
+    finish_decided(session, identity.path)
+    if all(claim.decision is Decision.ABORT for claim in claims):
         abort_open(session, identity.path, opening.number)

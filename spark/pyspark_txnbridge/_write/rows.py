@@ -118,12 +118,12 @@ class Columns:
         placed = {name for name in ("partition", "timestamp") if self._has(batch, name)}
         headers = _headers(batch.column("headers")) if self._has(batch, "headers") else None
         if placed:
-            partitions = batch.column("partition").to_pylist() if "partition" in placed else [None] * len(values)
-            times = _milliseconds(batch.column("timestamp")) if "timestamp" in placed else [None] * len(values)
-            rows = zip(
-                values, keys or [None] * len(values), headers or [None] * len(values), partitions, times, strict=True
-            )
-            for value, key, header, partition, timestamp in rows:
+            nothing = [None] * len(values)
+            partitions = batch.column("partition").to_pylist() if "partition" in placed else nothing
+            times = _milliseconds(batch.column("timestamp")) if "timestamp" in placed else nothing
+            for value, key, header, partition, timestamp in zip(
+                values, keys or nothing, headers or nothing, partitions, times, strict=True
+            ):
                 txn.send(topic, value, key=key, headers=header, partition=partition, timestamp=timestamp)
         elif headers is not None:
             txn.send_many(topic, zip(values, keys or [None] * len(values), headers, strict=True))

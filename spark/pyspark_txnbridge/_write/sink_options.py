@@ -10,23 +10,16 @@ from typing import Any
 
 from txnbridge import InvalidOption, connect
 
-# An option's name as Spark passes it (in lower case) -> as the documentation spells it.
-_NAMES = {
-    name.lower(): name
-    for name in (
-        "url",
-        "topic",
-        "sink",
-        "transactionalIdPrefix",
-        "decisionLog",
-        "commitTimeout",
-        "createTopics",
-        "includeTimestamp",
-        "txnAppId",
-        "txnVersion",
-        "nondeterministic",
-    )
-}
+
+def option_names(text: str) -> dict[str, str]:
+    """Return the names in a text, by the names as Spark passes them: in lower case."""
+    return {name.lower(): name for name in text.split()}
+
+
+_NAMES = option_names(
+    "url topic sink transactionalIdPrefix decisionLog commitTimeout createTopics includeTimestamp txnAppId txnVersion"
+    " nondeterministic"
+)
 # Options of Spark itself, and one of its Kafka sink, which finds headers by their column without it.
 _IGNORED = {"checkpointlocation", "queryname", "includeheaders"}
 # Names of this form become parts of transactional ids, where a dot separates them.
@@ -168,9 +161,7 @@ def number(options: Mapping[str, str], name: str) -> int | None:
 
 
 def seconds(options: Mapping[str, str], name: str, default: float) -> float:
-    value = options.get(name.lower())
-    if value is None:
-        return default
+    value = options.get(name.lower(), str(default))
     try:
         parsed = float(value)
     except ValueError:

@@ -126,7 +126,7 @@ def in_doubt(
     )
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
-        f" transactions {what} {_recover_command(session.options, query)} --skip {batch}"
+        f" transactions {what} {recover_command(session.options, query)} --skip {batch}"
     )
 
 
@@ -137,7 +137,7 @@ def other_rows(session: SinkSession, identity: BatchId, published: int, now: int
         " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
         f" offsets/{of_checkpoint} is gone), Spark has planned the batch again: compare its rows with the topic, and"
         " publish in another way those that are missing. Then:"
-        f" {_recover_command(session.options, identity.query)} --skip {identity.batch}, and restart the query."
+        f" {recover_command(session.options, identity.query)} --skip {identity.batch}, and restart the query."
         " If the query makes other rows from the same input by itself (uuid(), rand()): with the"
         " option nondeterministic=true only the number of rows is compared"
     )
@@ -169,7 +169,7 @@ def check_log(session: SinkSession, identity: BatchId) -> None:
             " Nothing was published. If transactionalIdPrefix, decisionLog or the broker has changed, change it back."
             " If the log was deleted, look in the topic which batch is the last one there; if another sink has"
             f" published the batches before this one, it is batch {identity.batch - 1}. Then name that batch:"
-            f" {_recover_command(options, identity.query)} --skip BATCH"
+            f" {recover_command(options, identity.query)} --skip BATCH"
         )
     begins = writer_ids(options, identity.path)
     with suppress(AccessDenied, NotSupported):
@@ -184,8 +184,8 @@ def check_log(session: SinkSession, identity: BatchId) -> None:
                     f"{identity} has open transactions of an earlier run ({left.transaction}), which its decision log"
                     " does not know: the log was deleted. Nothing was published now. The batch may be decided and"
                     " partly published: check the topic. If all of it is there, or you have published the rest, run:"
-                    f" {_recover_command(options, identity.query)} --skip {identity.batch}. If nothing is there, abort"
-                    f" them: {_recover_command(options, identity.query)} --clear. Then restart the query"
+                    f" {recover_command(options, identity.query)} --skip {identity.batch}. If nothing is there, abort"
+                    f" them: {recover_command(options, identity.query)} --clear. Then restart the query"
                 )
 
 
@@ -245,7 +245,7 @@ def has_history(session: SinkSession, path: tuple[str, str]) -> bool:
     )
 
 
-def _recover_command(options: SinkOptions, query: str) -> str:
+def recover_command(options: SinkOptions, query: str) -> str:
     """Return the command line of `txnbridge spark recover` for a query, without values that may be secret."""
     url, has_more, _ = options.url.partition("?")
     words = ["txnbridge", "spark", "recover", "--url", f"{url}?…" if has_more else url, "--query", query]
@@ -256,10 +256,8 @@ def _recover_command(options: SinkOptions, query: str) -> str:
         words += ["--prefix", options.prefix]
     if options.log or options.log_url:
         words += ["--decision-log", options.log or "…"]
-    for backend, settings in options.settings:
-        for name, _ in settings:
-            words += ["--option", f"{backend}.{name}=…"]
-    return shlex.join(words)
+    given = [f"--option={backend}.{name}=…" for backend, settings in options.settings for name, _ in settings]
+    return shlex.join(words + given)
 
 
 def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
@@ -276,7 +274,7 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
     """Record that every transaction of a batch is published. `data` is that of the decision (claim) to commit it."""
     decisions = session.decisions
     if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
-        summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
+        summary = {name: value for name, value in data.items() if name != "parts"}
         # The totals of the last batch stay in the log, so that a repetition with other rows is noticed.
         with suppress(InvalidState):  # a later batch is marked done already
             decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
