@@ -121,8 +121,7 @@ class Metrics:
             for name, labels, value in _of_bridge(bridge):
                 _family(found, name).add((("backend", bridge.backend), *labels), value)
         watches = [watch for bridge, watch in list(self._watched.items()) if not bridge._connection.closed]
-        asked = [family for watch in watches for family in watch.families]
-        return merged([counted, found.values(), asked])
+        return merged([counted, found.values(), [family for watch in watches for family in watch.families]])
 
     def watch(self, bridge: Bridge, every: float = 30.0) -> BrokerWatch:
         """Ask a bridge's broker at intervals for what only the broker knows, such as open transactions.

@@ -80,6 +80,13 @@ def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
     return error if isinstance(error, KafkaError) else None
 
 
+def client_error(error: BaseException) -> KafkaError:
+    cause = kafka_error(error)
+    if cause is None:
+        raise error
+    return cause
+
+
 def translate(error: BaseException | KafkaError, what: str) -> errors.TxnBridgeError:
     """Return txnbridge's error for an error of confluent-kafka; `what` names the failed action in the error's text.
 

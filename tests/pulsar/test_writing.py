@@ -91,7 +91,7 @@ def test_messages_of_different_keys_share_an_entry_only_where_that_was_asked_for
 def test_a_message_that_cannot_be_sent_changes_no_transaction(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"before")
-        with pytest.raises(errors.InvalidOption, match="larger"):
+        with pytest.raises(errors.InvalidOption, match="above"):
             txn.send(topic, b"x" * 5_000_001)
         with pytest.raises(errors.InvalidOption, match="timestamp"):
             txn.send(topic, b"x", timestamp=-1)

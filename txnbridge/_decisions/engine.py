@@ -380,8 +380,7 @@ class Engine:
         with self.follower.looking(deadline) as state:
             age = self.now() - (state.snapshot_at or 0)
             long = state.records_since_snapshot >= self._tidy_after or state.bytes_since_snapshot >= _TIDY_BYTES
-            due = long and state.bytes_since_snapshot >= state.snapshot_bytes
-            due = due or age >= self.tidy_seconds * 1000
+            due = (long and state.bytes_since_snapshot >= state.snapshot_bytes) or age >= self.tidy_seconds * 1000
             return due and state.completeness.complete and not state.blocked
 
     # --- appending --------------------------------------------------------------------------------------------------

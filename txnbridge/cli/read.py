@@ -76,9 +76,7 @@ def _batches(
 
 
 def _is_at_end(consumer: txnbridge.Consumer, joined: Deadline | None) -> bool:
-    if joined is None:
-        return not any(consumer.lag().values())
-    return bool(consumer.assignment) or joined.expired
+    return not any(consumer.lag().values()) if joined is None else bool(consumer.assignment) or joined.expired
 
 
 def as_json(message: txnbridge.Message) -> dict[str, Any]:

@@ -73,9 +73,7 @@ def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partiti
     query = "SELECT max(CASE WHEN at <= ? THEN offset END), max(at) FROM marks WHERE partition_id = ?"
     offset, newest = connection.execute(query, (oldest_kept, partition)).fetchone()
     # A message gets a mark if the last mark is older than MARK_EVERY_MS. So no message is newer than this sum.
-    if newest is not None and newest + MARK_EVERY_MS <= oldest_kept:
-        return following
-    return offset or 0
+    return following if newest is not None and newest + MARK_EVERY_MS <= oldest_kept else offset or 0
 
 
 def _oversize_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import struct
+import sys
 import time
 import weakref
 from collections import deque
@@ -165,7 +166,24 @@ class _Client:
         _clients.add(self)
 
 
-class ConfluentProducer(_Client, confluent_kafka.Producer): ...
+def with_exceptions(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the client that raises no bare `KafkaError`, which no clause but a bare `except` catches."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except:  # noqa: E722
+            if not isinstance(error := sys.exc_info()[1], KafkaError):
+                raise
+        raise KafkaException(error)
+
+    return run
+
+
+class ConfluentProducer(_Client, confluent_kafka.Producer):
+    flush, poll = map(with_exceptions, (confluent_kafka.Producer.flush, confluent_kafka.Producer.poll))
+    commit_transaction = with_exceptions(confluent_kafka.Producer.commit_transaction)
+    abort_transaction = with_exceptions(confluent_kafka.Producer.abort_transaction)
 
 
 class ConfluentConsumer(_Client, confluent_kafka.Consumer): ...

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, make_producer, refresh_metadata, seconds, warm_up
-from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.errors import client_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 
 _log = logging.getLogger("txnbridge.kafka.client")
@@ -109,7 +109,7 @@ class TransactionalProducer:
         try:
             self._client.begin_transaction()
         except (KafkaException, SystemError) as error:
-            return _client_error(error)
+            return client_error(error)
         return None
 
     def flush(self, deadline: Deadline) -> KafkaError | None:
@@ -118,7 +118,7 @@ class TransactionalProducer:
             while (left := self._client.flush(_call_seconds(deadline))) and not deadline.expired:
                 pass
         except (KafkaException, SystemError) as error:
-            return _client_error(error)
+            return client_error(error)
         if left:
             raise DeadlineExceeded(f"{left} messages were not stored within {deadline.seconds:g} s")
         return self._first_failure()
@@ -128,7 +128,7 @@ class TransactionalProducer:
         try:
             self.poll(seconds)
         except (KafkaException, SystemError) as error:
-            return _client_error(error)
+            return client_error(error)
         return self._first_failure()
 
     def _first_failure(self) -> KafkaError | None:
@@ -153,7 +153,7 @@ class TransactionalProducer:
         try:
             self.poll(0)
         except (KafkaException, SystemError) as error:
-            return str(_client_error(error))
+            return str(client_error(error))
         if self.failures:
             return f"a delivery failed: {self.failures[0].str()}"
         return self.log_monitor.taint_reason
@@ -171,7 +171,7 @@ class TransactionalProducer:
             try:
                 call(_call_seconds(deadline))
             except (KafkaException, SystemError) as raised:
-                error = _client_error(raised)
+                error = client_error(raised)
                 if not error.retriable() or deadline.expired:
                     return error
                 # An abort waits for delivery reports, which a poll serves. The next call raises a fatal error again.
@@ -183,10 +183,3 @@ class TransactionalProducer:
 
 def _call_seconds(deadline: Deadline) -> float:
     return min(seconds(deadline), _LONGEST_CALL)
-
-
-def _client_error(error: BaseException) -> KafkaError:
-    cause = kafka_error(error)
-    if cause is None:
-        raise error
-    return cause

@@ -20,7 +20,7 @@ from txnbridge_kafka.client.librdkafka import (
     too_large,
     warm_up,
 )
-from txnbridge_kafka.errors import DENIED, MISSING, kafka_error, translate
+from txnbridge_kafka.errors import DENIED, MISSING, client_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KafkaTopics
 
@@ -126,10 +126,7 @@ class KafkaPublisher(Publisher):
         try:
             (producer.flush if flush else producer.poll)(wait)
         except (KafkaException, SystemError) as error:
-            cause = kafka_error(error)
-            if cause is None:
-                raise
-            self._failures.append(cause)
+            self._failures.append(client_error(error))
         if self._failures:
             self._fail(self._failures[0])
         return len(producer)

@@ -155,8 +155,7 @@ def _reason(body: bytes) -> str:
 
 def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
     """Return the error for a refusal that the caller cannot explain; the caller raises it `from` the refusal."""
-    kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
-    return kind(f"{what}: {refused}")
+    return (DeadlineExceeded if refused.status == 504 else BrokerUnavailable)(f"{what}: {refused}")
 
 
 def path_of(full: str) -> str:

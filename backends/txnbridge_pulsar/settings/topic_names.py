@@ -54,9 +54,7 @@ def partitions_of(full: str, count: int) -> tuple[str, ...]:
 def whole_topic(concrete: str) -> tuple[str, int]:
     """Return the topic to which the topic or partition `concrete` belongs, and its number; 0 without partitions."""
     match = _PARTITION.search(concrete)
-    if match is None:
-        return concrete, 0
-    return concrete[: match.start()], int(match[0].rpartition("-")[2])
+    return (concrete[: match.start()], int(match[0].rpartition("-")[2])) if match else (concrete, 0)
 
 
 def namespace_of(full: str) -> str:

@@ -78,9 +78,7 @@ def to_wire(
 
 def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
     """Return the body for a value, and the properties that mark None and an empty value."""
-    if value:
-        return value, {}
-    return _PLACEHOLDER, {_VALUE: _NONE if value is None else _EMPTY}
+    return (value, {}) if value else (_PLACEHOLDER, {_VALUE: _NONE if value is None else _EMPTY})
 
 
 def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:

@@ -51,8 +51,7 @@ def _broker_names(broker: str | None) -> list[str]:
 
 
 def _running(broker: str | None) -> list[_detached.DetachedBroker]:
-    candidates = [_detached.find(name) for name in _broker_names(broker)]
-    return [each for each in candidates if each]
+    return [found for name in _broker_names(broker) if (found := _detached.find(name))]
 
 
 # --- up: each broker has options of its own ---------------------------------------------------------------------------
