@@ -307,8 +307,7 @@ class LogState:
         """True if all records that were read are judged, and a snapshot or a renewal of the log replaces all before."""
         reading = self.completeness
         replaced = reading.founding_snapshot is not None or reading.renewed is not None
-        doubtful = reading.foreign_records or reading.birth_refuted or self.blocked
-        return reading.complete and replaced and not doubtful
+        return reading.complete and replaced and not (reading.foreign_records or reading.birth_refuted or self.blocked)
 
     def holds(self, begin: EvidenceBegin) -> bool:
         """Return whether the record `begin` was read, and so all records about its transaction, which follow it."""

@@ -160,12 +160,6 @@ def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
 
 
-class _Client:
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__(settings)  # type: ignore[call-arg]  # of confluent-kafka's client, the next base class
-        _clients.add(self)
-
-
 def with_exceptions(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of the client that raises no bare `KafkaError`, which no clause but a bare `except` catches."""
 
@@ -180,10 +174,17 @@ def with_exceptions(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class ConfluentProducer(_Client, confluent_kafka.Producer):
-    flush, poll = map(with_exceptions, (confluent_kafka.Producer.flush, confluent_kafka.Producer.poll))
-    commit_transaction = with_exceptions(confluent_kafka.Producer.commit_transaction)
-    abort_transaction = with_exceptions(confluent_kafka.Producer.abort_transaction)
+class _Client:
+    def __init_subclass__(cls) -> None:
+        for name in {"poll", "consume", "flush", "commit_transaction", "abort_transaction"} & {*dir(cls)}:
+            setattr(cls, name, with_exceptions(getattr(cls, name)))
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)  # type: ignore[call-arg]  # of confluent-kafka's client, the next base class
+        _clients.add(self)
+
+
+class ConfluentProducer(_Client, confluent_kafka.Producer): ...
 
 
 class ConfluentConsumer(_Client, confluent_kafka.Consumer): ...
