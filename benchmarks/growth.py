@@ -23,7 +23,7 @@ from benchmarks._harness import PROCESSOR, WALL, Lap, Report, Settings, unique
 from benchmarks.half_messages import obey, sell, undecided
 from benchmarks.memory import resident
 from benchmarks.small_transactions import by_tasks_of_one_bridge
-from txnbridge import Bridge, Consumer, Decision, Decisions, connect
+from txnbridge import Bridge, Capability, Consumer, Decision, Decisions, connect
 from txnbridge.cli.top import Watch
 
 CALL, MANY = harness.at_most(2), harness.at_most(30)  # seconds: an administrator's call; 10,000 transactions
@@ -140,8 +140,9 @@ def report_calls(
     else:
         by_workers(lambda number: read_all(bridge, topic, names[number], size).close(), groups)
     send_to_each(bridge, topic, size)  # so that each group has a lag in each partition
-    calls: dict[str, Callable[[], object]] = {"groups": bridge.admin.groups, "doctor": bridge.admin.doctor}
-    calls |= {"one group": partial(bridge.admin.group, names[0]), "top": lambda: Watch(bridge, ()).look()}
+    calls: dict[str, Callable[[], object]] = {"doctor": bridge.admin.doctor, "top": lambda: Watch(bridge, ()).look()}
+    if bridge.capabilities[Capability.GROUP_ADMIN]:
+        calls |= {"groups": bridge.admin.groups, "one group": partial(bridge.admin.group, names[0])}
     for name, call in calls.items():
         report.figure(f"{groups} groups on {size:,} partitions: {name}", repeated(settings, call), "s", CALL)
 
@@ -180,7 +181,7 @@ def report_resolver(report: Report, broker: str, url: str, topic: str, size: int
         times.append(WALL())
         return Decision.COMMIT
 
-    options: dict[str, Any] = {broker: {"half_check_seconds": 1}}
+    options: dict[str, Any] = {} if broker == "rocketmq" else {broker: {"half_check_seconds": 1}}
     with connect(url, timeout=TIMEOUT, **options) as bridge:
         with bridge.half_messages(group, execute=obey, check=undecided) as sales:
             by_workers(lambda _: sell(sales, topic, Decision.UNDECIDED, 1), size)

@@ -34,8 +34,9 @@ TARGETS = {
     | GROWTH,
     "pulsar": {"write": 3, "read": 2, "process": 1, "commit": 1, "group_commit": 3, "half_messages": 4, "memory": 4}
     | {"spark_write": 0, "spans": 2, "copy": 1}
-    | GROWTH,
-    "rocketmq": {"write": 3, "read": 2, "group_commit": 7, "recover": 0} | GROWTH,
+    | GROWTH
+    | {"growth_partitions": 4},
+    "rocketmq": {"write": 3, "read": 2, "group_commit": 7, "recover": 0} | GROWTH | {"growth_partitions": 4},
 }
 
 WITH_A_BROKER = [pytest.mark.live, pytest.mark.timeout(600)]

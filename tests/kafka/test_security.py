@@ -126,6 +126,7 @@ class Endpoint:
     asked: list[str] = field(default_factory=list)  # the form of each request
     lives: float | None = 60.0
     breaks: bool = False
+    moved: str = ""  # the URL that it redirects to
 
     def __enter__(self) -> Endpoint:
         told = self
@@ -135,11 +136,15 @@ class Endpoint:
                 form = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 status, answer = told.answer(str(self.headers["Authorization"]), form)
                 body = json.dumps(answer).encode()
-                self.send_response(status)
+                self.send_response(302 if told.moved else status)
+                self.send_header("Location", told.moved)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                told.asked.append(str(self.headers["Authorization"]))
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -460,6 +465,14 @@ def test_an_endpoint_that_refuses_says_what_to_check_and_shows_no_secret(endpoin
         provider.token(LATE)
     assert SECRET not in str(caught.value)
     assert "tenant" not in str(caught.value)  # a query may hold a secret too
+
+
+def test_a_redirect_does_not_take_the_secret_to_another_host(endpoint):
+    with Endpoint() as other:
+        endpoint.moved = other.url
+        with pytest.raises(BrokerUnavailable):
+            tokens(endpoint).token(LATE)
+    assert (len(endpoint.asked), other.asked) == (1, ["None"])
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
