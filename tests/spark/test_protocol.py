@@ -562,10 +562,13 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
 
 @pytest.mark.offline
 @pytest.mark.parametrize("url", ["embedded"], indirect=True)
-def test_a_version_that_is_done_for_one_topic_is_refused_for_another_one(sink, query):
+@pytest.mark.parametrize("target", ["topic", "url"])
+def test_a_version_that_is_done_for_one_target_is_refused_for_another_one(sink, query, tmp_path, target):
+    sink = replace(sink, log_url=f"sqlite:///{tmp_path}/log.db")
     run_batch(sink, BatchId(query, "sink", 7, new_run(), job=True), FIRST)
-    with pytest.raises(errors.InvalidOption, match=rf"topic={sink.topic}, and now it has topic=copy: nothing was"):
-        run_batch(replace(sink, topic="copy"), BatchId(query, "sink", 7, new_run(), job=True), FIRST)
+    other = {"topic": "copy", "url": f"embedded://{tmp_path}/other.db"}[target]
+    with pytest.raises(errors.InvalidOption, match=r"is done for {.*}, and now it is for {.*}: nothing was"):
+        run_batch(replace(sink, **{target: other}), BatchId(query, "sink", 7, new_run(), job=True), FIRST)
 
 
 @pytest.mark.parametrize("version", [7, None], ids=["numbered", "named only"])

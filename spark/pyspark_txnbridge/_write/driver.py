@@ -241,8 +241,13 @@ def _decide(
         raise _given_up(identity)
     record_first_number(session, identity, opening)
     count = total(written)
-    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run, "topic": session.options.topic}
-    return _claim(session, identity, opening, attempts[0], parts, _small_rows(session, written), totals)
+    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
+    small = _small_rows(session, written)
+    return _claim(session, identity, opening, attempts[0], parts, small, totals | _target(session))
+
+
+def _target(session: SinkSession) -> dict[str, Any]:
+    return {"topic": session.options.topic, "cluster": session.bridge.cluster}
 
 
 def _attempts(written: Sequence[Written]) -> list[int]:
@@ -429,11 +434,11 @@ def _check_rows(session: SinkSession, identity: BatchId, written: list[Written],
     """
     if published is None:
         return
-    count, options = total(written), session.options
-    if identity.job and (topic := published.get("topic", options.topic)) != options.topic:
+    count, options, target = total(written), session.options, _target(session)
+    if identity.job and (done := {name: published.get(name, now) for name, now in target.items()}) != target:
         raise InvalidOption(
-            f"{identity} is done with the option topic={topic}, and now it has topic={options.topic}: nothing was"
-            " published there. Give each sink of a job a name of its own (option sink)"
+            f"{identity} is done for {done}, and now it is for {target}: nothing was published there. Give each sink of"
+            " a job a name of its own (option sink)"
         )
     same = options.nondeterministic or count.fingerprint == published["fingerprint"]
     ours = options.app_id is None or (not identity.job and first_number(session, identity) is not None)
