@@ -27,8 +27,8 @@ from txnbridge import Bridge, Capability, Consumer, Decision, Decisions, connect
 from txnbridge.cli.top import Watch
 
 CALL, MANY = harness.at_most(2), harness.at_most(30)  # seconds: an administrator's call; 10,000 transactions
-WORKERS, PREPARED_IDS = 20, 1000  # PREPARED_IDS: the most prepared transactions of a transactional id on Kafka
-IDLE_SECONDS, CLAIM_SECONDS, TIMEOUT = 10.0, 60.0, 600.0  # a log gets no more claims after CLAIM_SECONDS
+WORKERS, PREPARED_IDS = 20, 1000  # PREPARED_IDS: the most prepared ones of an id on Kafka and Pulsar
+IDLE_SECONDS, CLAIM_SECONDS, TIMEOUT = 10.0, 600.0, 600.0  # a log gets no more claims after CLAIM_SECONDS
 DUE_SECONDS = 9.0  # each undecided half message is due for a check-back after this time
 
 
@@ -151,7 +151,7 @@ def growth_transactions(settings: Settings, broker: str) -> None:
     """Measure the list of prepared transactions, and the start of a resolver of undecided half messages."""
     kit = import_module(f"benchmarks._{broker}")
     sizes = (5,) if settings.quick else (10, 1000, 10_000)
-    options: dict[str, Any] = {"kafka": {"prepared_ids": PREPARED_IDS}} if broker == "kafka" else {}
+    options: dict[str, Any] = {broker: {"prepared_ids": PREPARED_IDS}} if broker in ("kafka", "pulsar") else {}
     tokens: list[str] = []
     with broker_of(settings, kit) as url, connect(url, timeout=TIMEOUT) as bridge:
         report = Report(settings, f"{kit.NAME}: prepared transactions, and undecided half messages")
@@ -188,10 +188,10 @@ def report_resolver(report: Report, broker: str, url: str, topic: str, size: int
     time.sleep(DUE_SECONDS)
     begin = WALL()
     with connect(url, timeout=TIMEOUT) as bridge, bridge.resolver(group, check=check):
-        while len(times) < size:
-            time.sleep(0.01)
-    report.single(f"{size:,} undecided: a resolver's first check", times[0] - begin, "s", MANY)
-    report.single(f"{size:,} undecided: the last check", times[-1] - begin, "s")
+        for count, name in ((1, "a resolver's first check"), (size, "the last check")):
+            while len(times) < count:
+                time.sleep(0.01)
+            report.single(f"{size:,} undecided: {name}", times[-1] - begin, "s", MANY if count == 1 else None)
 
 
 def growth_bridges(settings: Settings, broker: str) -> None:

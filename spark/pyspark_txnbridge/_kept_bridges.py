@@ -34,6 +34,7 @@ class SinkSession:
     def __init__(self, options: SinkOptions, application: str) -> None:
         self.options = options
         self.bridge = connect(options, application)
+        self.target = {"topic": options.topic, "cluster": self.bridge.cluster}
         try:
             self.decisions = self.bridge.decisions()
         except BaseException:

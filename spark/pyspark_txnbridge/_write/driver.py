@@ -241,13 +241,8 @@ def _decide(
         raise _given_up(identity)
     record_first_number(session, identity, opening)
     count = total(written)
-    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
-    small = _small_rows(session, written)
-    return _claim(session, identity, opening, attempts[0], parts, small, totals | _target(session))
-
-
-def _target(session: SinkSession) -> dict[str, Any]:
-    return {"topic": session.options.topic, "cluster": session.bridge.cluster}
+    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run, **session.target}
+    return _claim(session, identity, opening, attempts[0], parts, _small_rows(session, written), totals)
 
 
 def _attempts(written: Sequence[Written]) -> list[int]:
@@ -434,7 +429,7 @@ def _check_rows(session: SinkSession, identity: BatchId, written: list[Written],
     """
     if published is None:
         return
-    count, options, target = total(written), session.options, _target(session)
+    count, options, target = total(written), session.options, session.target
     if identity.job and (done := {name: published.get(name, now) for name, now in target.items()}) != target:
         raise InvalidOption(
             f"{identity} is done for {done}, and now it is for {target}: nothing was published there. Give each sink of"
