@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
-from threading import Barrier, BrokenBarrierError
+from threading import Barrier, BrokenBarrierError, Event
 from types import SimpleNamespace as Fields
 from typing import Any
 from unittest.mock import Mock
@@ -331,6 +331,23 @@ def test_a_partition_without_a_leader_keeps_no_other_work_from_being_done(kind):
     lookup: Any = StartLookup(assignment, starts, Mock(), 30)
     other = starts.counts if kind is start_positions.KafkaStartPositions else starts.record
     wait_until(lambda: lookup.advance() or (other.called and starts.resolve.call_count > 1))
+
+
+def test_a_record_that_is_completed_late_moves_no_partition_back_that_is_read_meanwhile():
+    """An earlier attempt to record the other topic has failed."""
+    starts, recorded = Mock(spec=start_positions.KafkaGroupStartPositions, unchecked=set(), left=None), Event()
+    starts.unrecorded = {"new"}
+    starts.resolve.return_value = start_positions.ResolvedOffsets({("orders", 0): 10, ("new", 0): 0})
+    starts.record.side_effect = lambda *_: recorded.wait(30) and starts.unrecorded.clear()
+    partitions = {each: KafkaPartition(each) for each in starts.resolve.return_value.offsets}
+    assignment = Mock(partitions=partitions, **{"current.side_effect": list})
+    lookup: Any = StartLookup(assignment, starts, Mock(), 30)
+    read, waiting = partitions.values()
+    wait_until(lambda: lookup.advance() or read.next == 10)
+    read.next = 60  # its messages were handed out, and acknowledged
+    recorded.set()
+    wait_until(lambda: lookup.advance() or waiting.next == 0)
+    assert read.next == 60
 
 
 class Leftovers:
