@@ -23,19 +23,21 @@ PLACE = ("orders", 0)
 NO_OFFSET, AUTO_OFFSET_RESET = -1001, -140  # librdkafka's numbers
 
 
-def message(offset: int, error: KafkaError | None = None) -> Any:
+def message(offset: int, error: KafkaError | None = None, topic: str = "orders") -> Any:
     make: Any = Raw
-    return make(topic="orders", partition=0, offset=offset, value=b"v", error=error)
+    return make(topic=topic, partition=0, offset=offset, value=b"v", error=error)
 
 
 @pytest.fixture
 def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
     """Open a reader in a group whose client returns these batches, one for each call."""
 
-    def open_reader(*batches: list[Raw], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
-        partition, left = KafkaPartition(PLACE), deque(batches)
-        partition.state, partition.next = PartitionReadState.READING, 0
-        state = {"partitions": {PLACE: partition}, "paused": set(), "errors": deque(), "prefetched": []}
+    def open_reader(*batches: list[Any], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
+        partitions = {(m.topic(), 0): KafkaPartition((m.topic(), 0)) for batch in batches for m in batch}
+        left = deque(batches)
+        for each in partitions.values():
+            each.state, each.next, each.topic_id = PartitionReadState.READING, 0, "1"
+        state = {"partitions": partitions, "paused": set(), "errors": deque(), "prefetched": []}
         assignment = Mock(**state, revocations=0, fetch=lambda *_: left.popleft() if left else [])
         lookup = Mock(busy=False, **{"starts.owner.return_value": "the position of group 'billing'"})
         answer_calls(monkeypatch, reader, "KafkaAssignment", assignment)
@@ -43,7 +45,8 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
         answer_calls(monkeypatch, reader, "StartLookup", lookup)
         answer_calls(monkeypatch, reader, "GroupRebalance", Mock(joins=False))
         cluster: Any = Mock(**{"settings.timing": Timing(), "requests.topic_ids": topic_ids})
-        return KafkaReader(Subscription(("orders",), "billing"), Mock(), Mock(), cluster, Deadline(5))
+        read = Subscription(tuple(topic for topic, _ in partitions), "billing")
+        return KafkaReader(read, Mock(), Mock(), cluster, Deadline(5))
 
     return open_reader
 
@@ -59,6 +62,16 @@ def test_a_poll_skips_no_message_while_the_broker_refuses_to_say_whether_the_top
         except AccessDenied:
             refused += 1
     assert found == [0, 1, 2] and refused
+
+
+def test_a_topic_that_was_made_anew_is_noticed_beside_one_that_was_just_asked_about(reader_of, monkeypatch) -> None:
+    now, ids = [0.0], {"orders": "1", "audit": "1"}
+    monkeypatch.setattr(reader, "time", Mock(monotonic=lambda: now[0]))
+    batches = [message(0, topic="audit")], [message(0)], [message(1, topic="audit")]
+    reading = reader_of(*batches, topic_ids=lambda topics, _: {topic: ids[topic] for topic in topics})
+    assert len(reading.poll(1, Deadline(0))) == 1
+    now[0], ids["audit"] = 1.0, "2"
+    assert [len(reading.poll(1, Deadline(0))) for _ in range(2)] == [1, 0]
 
 
 def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_also_if_it_has_grown_again(

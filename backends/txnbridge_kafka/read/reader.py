@@ -77,7 +77,7 @@ class KafkaReader(Reader):
         self._subscription = subscription
         self._timing = cluster.settings.timing
         self._fatal_error: errors.TxnBridgeError | None = None  # the error after which the client reads no more
-        self._check_at = 0.0
+        self._check_at: dict[str, float] = {}  # by topic, when its id is looked up next
         # A group may wait for a missing topic, so the topic is created; for a reader without a group it is not.
         creates, topics = subscription.creates, cluster.topics
         counts = {each: topics.partitions(each, deadline, create=creates(each)) for each in subscription.topics}
@@ -181,9 +181,10 @@ class KafkaReader(Reader):
         The partitions of such topics are marked as lost. Topic ids are looked up every tenth of a second, and by each
         acknowledgement of a group.
         """
-        if time.monotonic() < self._check_at:
+        topics = {m.topic for m in messages} if len(self._subscription.topics) > 1 else {*self._subscription.topics}
+        topics = {topic for topic in topics if self._check_at.get(topic, 0.0) <= time.monotonic()}
+        if not topics:
             return messages
-        topics = {message.topic for message in messages}
         try:
             topic_ids = self._requests.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
         except errors.TxnBridgeError as error:
@@ -191,7 +192,7 @@ class KafkaReader(Reader):
                 self._assignment.errors.append(error)  # for the next poll: these messages are not returned again
             _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
             return messages
-        self._check_at = time.monotonic() + _TOPIC_ID_CHECK_SECONDS
+        self._check_at.update(dict.fromkeys(topics, time.monotonic() + _TOPIC_ID_CHECK_SECONDS))
         here = [self._assignment.partitions[key] for key in {(m.topic, m.partition) for m in messages}]
         recreated = {
             each.partition: each for each in here if is_another_topic(topic_ids.get(each.partition[0]), each.topic_id)
