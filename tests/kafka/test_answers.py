@@ -293,6 +293,19 @@ def test_a_topic_that_is_deleted_while_beginnings_are_recorded_keeps_no_other_on
     assert starts.unrecorded == {"gone"} and not starts.unchecked
 
 
+def test_a_first_position_whose_member_ended_before_it_was_recorded_is_recorded_by_the_next_one(requests, monkeypatch):
+    committed = {("orders", 0): CommittedOffset(5, None), ("orders", 1): CommittedOffset(0, None)}
+    monkeypatch.setattr(requests, "positions", lambda *_, **__: committed)
+    answer_calls(monkeypatch, Requests, "topic_ids", {"orders": ""})
+    answer_calls(monkeypatch, Requests, "counts", {"orders": 2})
+    starts, asked = group_starts(requests, 2, [0, None]), dict.fromkeys(committed, SeekRequest())
+    starts.unchecked.clear()  # it was checked before the other member committed
+    for unchecked in ({"orders"}, set()):
+        starts.resolve(asked, Deadline(30))
+        assert starts.unchecked == unchecked
+        starts.record(["orders"], Deadline(30))
+
+
 def test_a_partition_that_another_member_knew_first_is_read_from_its_begin(cluster, requests, monkeypatch):
     """The topic has grown between the joins of two members of a new group that begins at the end."""
     monkeypatch.setattr(requests, "positions", lambda *_, **__: {("orders", 1): None})
