@@ -14,7 +14,7 @@ from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Timing
 
 from tests.failing import answer_calls, raising
-from txnbridge.errors import AccessDenied, PositionLost
+from txnbridge.errors import AccessDenied, BrokerUnavailable, PositionLost
 from txnbridge.spi import Deadline, Subscription
 
 pytestmark = pytest.mark.offline
@@ -39,6 +39,7 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
             each.state, each.next, each.topic_id = PartitionReadState.READING, 0, "1"
         state = {"partitions": partitions, "paused": set(), "errors": deque(), "prefetched": []}
         assignment = Mock(**state, revocations=0, fetch=lambda *_: left.popleft() if left else [])
+        assignment.raise_later = lambda error, cause: assignment.errors.append(error)
         lookup = Mock(busy=False, **{"starts.owner.return_value": "the position of group 'billing'"})
         answer_calls(monkeypatch, reader, "KafkaAssignment", assignment)
         answer_calls(monkeypatch, reader, "KafkaGroupStartPositions")
@@ -72,6 +73,14 @@ def test_a_topic_that_was_made_anew_is_noticed_beside_one_that_was_just_asked_ab
     assert len(reading.poll(1, Deadline(0))) == 1
     now[0], ids["audit"] = 1.0, "2"
     assert [len(reading.poll(1, Deadline(0))) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("code", [-199, -198, -170, 10])
+def test_a_batch_that_the_client_cannot_read_is_told(reader_of, code: int) -> None:
+    """The client fetches the batch again and again, and delivers nothing behind it."""
+    broken: Any = KafkaError(code, "Decompression (codec 0x4) of message at 2 failed")
+    with pytest.raises(BrokerUnavailable, match=r"reading orders: Decompression .* at 2 failed"):
+        reader_of([message(2, broken)]).poll(2, Deadline(0))
 
 
 def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_also_if_it_has_grown_again(

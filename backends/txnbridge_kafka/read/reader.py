@@ -61,6 +61,8 @@ _POLL_SECONDS, _POLL_DURING_LOOKUP_SECONDS = 0.25, 0.005
 _TOPIC_ID_CHECK_SECONDS, _TOPIC_ID_ANSWER_SECONDS = 0.1, 1.0
 
 _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
+# The client cannot read a batch: it is damaged, of an unknown format or too large. It is fetched again and again.
+_BROKEN = {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED, KafkaError.MSG_SIZE_TOO_LARGE}
 
 
 class KafkaReader(Reader):
@@ -231,8 +233,8 @@ class KafkaReader(Reader):
     def _note_error(self, error: KafkaError, message: Any) -> None:
         """Handle an error that the client returned in place of a message.
 
-        Keep a fatal error or a refusal for `poll` to raise, look up an offset again that is out of range, note the end
-        of a partition, and log any other error, from which the client recovers.
+        Keep a fatal error, a refusal or an unreadable batch for `poll` to raise, look up an offset again that is out of
+        range, note the end of a partition, and log any other error, from which the client recovers.
         """
         partition = message.topic(), message.partition()
         assigned = self._assignment.partitions.get(partition)
@@ -249,7 +251,7 @@ class KafkaReader(Reader):
         elif error.code() == KafkaError._FATAL:
             self._fatal_error = translate(error, f"reading in group {self._assignment.context.group!r}")
             self._fatal_error.__cause__ = KafkaException(error)
-        elif error.code() in DENIED | MISSING:
+        elif error.code() in DENIED | MISSING | _BROKEN:
             cause = KafkaException(error)
             self._assignment.raise_later(translate(cause, f"reading {partition[0]}"), cause)
         else:
