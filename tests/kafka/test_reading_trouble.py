@@ -9,6 +9,7 @@ import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import Message as Raw
 from txnbridge_kafka.read import reader
+from txnbridge_kafka.read.assignment import KafkaAssignment
 from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Timing
@@ -94,3 +95,5 @@ def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_al
         with pytest.raises(PositionLost, match=r"position of group 'billing' is 2 in orders\[0\].*truncat.*seek"):
             reader.poll(2, Deadline(5))
     assert reader.positions() == {PLACE: (2,)}
+    ahead = Mock(prefetched=[message(NO_OFFSET, truncated)])  # by `lag`
+    assert KafkaAssignment.client_position(ahead, KafkaPartition(PLACE)) == 0

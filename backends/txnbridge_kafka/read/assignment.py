@@ -133,7 +133,7 @@ class KafkaAssignment:
         This offset is beyond the control markers and aborted messages that the client has skipped.
         """
         ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
-        return int(ahead[0]) if ahead else int(self.client.position([assigned.at_next()])[0].offset)
+        return int(ahead[0] or 0) if ahead else int(self.client.position([assigned.at_next()])[0].offset)
 
     @translating_errors()
     def start_fetching(self, assigned: Sequence[KafkaPartition]) -> None:
