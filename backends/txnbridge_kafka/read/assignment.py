@@ -146,8 +146,7 @@ class KafkaAssignment:
         elif fresh:
             self.client.incremental_assign([each.at_next() for each in fresh])
         for each in touched:
-            each.fetched = True
-            each.reached = 0
+            each.fetched, each.reached = True, 0
         for each in assigned:
             each.state = PartitionReadState.READING
         self._pause([each for each in touched if each.partition in self.paused])
@@ -196,8 +195,7 @@ class KafkaAssignment:
                 self.get(partition)  # raises `InvalidState` if the partition is not assigned
                 continue
             self.paused.discard(partition)
-            assigned = self.partitions.get(partition)
-            if assigned is not None and assigned.fetched:
+            if (assigned := self.partitions.get(partition)) is not None and assigned.fetched:
                 self.client.resume([assigned.at_next()])
             if assigned is not None and assigned.reading:
                 # From the reader's `next` offset: messages that the client returned during the pause were dropped.

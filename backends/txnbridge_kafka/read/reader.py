@@ -203,8 +203,7 @@ class KafkaReader(Reader):
             return messages
         for partition, each in recreated.items():
             (at,) = next(m.position for m in messages if (m.topic, m.partition) == partition)
-            lost = self._lookup.starts.recreated(partition, at)
-            each.lose(lost.why, lost.at)
+            each.lose(self._lookup.starts.recreated(partition, at).why, at)
         return [message for message in messages if (message.topic, message.partition) not in recreated]
 
     def _raise_pending_error(self) -> None:
@@ -266,9 +265,8 @@ class KafkaReader(Reader):
         # A seek after an abort, to an offset that was just handed out, needs no request to the broker.
         elsewhere = {each.partition: offset for each, offset in offsets.items() if not each.was_handed_out(offset)}
         for partition, begin in self._requests.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
-            if elsewhere[partition] < begin:
-                what = "the position to seek"
-                raise errors.PositionLost(out_of_range_text(what, partition, elsewhere[partition], begin, begin))
+            if (at := elsewhere[partition]) < begin:
+                raise errors.PositionLost(out_of_range_text("the position to seek", partition, at, begin, begin))
         self._lookup.request({each: SeekRequest(target=offset) for each, offset in offsets.items()})
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:

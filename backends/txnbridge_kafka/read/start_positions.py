@@ -317,12 +317,11 @@ class KafkaGroupStartPositions(KafkaStartPositions):
 
     def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
         """Return how many partitions the topic had when the group began, and the group's first offset in each."""
-        record = None
         try:
-            record = None if self._denied else self._records[topic].read(deadline)
+            return self._from_record(topic, None if self._denied else self._records[topic].read(deadline))
         except AccessDenied as error:
             self._continue_without_record(error)
-        return self._from_record(topic, record)
+        return self._from_record(topic, None)
 
     def _from_record(self, topic: str, record: Mapping[str, Any] | None) -> tuple[int, Sequence[int | None]]:
         if record is None:
