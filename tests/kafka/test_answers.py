@@ -277,14 +277,11 @@ def test_a_group_has_lost_no_position_in_a_topic_that_is_deleted_meanwhile(clust
     assert isinstance(starts.resolve(asked, Deadline(30)).offsets["orders", 0], start_positions.LostPosition)
 
 
-def test_a_topic_that_is_deleted_while_beginnings_are_recorded_keeps_no_other_one_from_being_read(
-    requests, monkeypatch
-):
+def test_a_topic_deleted_while_beginnings_are_recorded_keeps_no_other_one_from_being_read(requests, monkeypatch):
     """A new group has committed its first offsets; the messages are read once their record is written."""
     answer_calls(monkeypatch, Requests, "counts", {"orders": 1})
-    fail_call(
-        monkeypatch, Requests, "counts", NotFound("there is no topic 'gone'"), when=lambda _, of, *__: "gone" in of
-    )
+    gone = NotFound("there is no topic 'gone'")
+    fail_call(monkeypatch, Requests, "counts", gone, when=lambda _, of, *__: "gone" in of)
     answer_calls(monkeypatch, Requests, "committed", {("orders", 0): 7})
     starts = group_starts(requests, 1)
     starts.unrecorded = {"gone", "orders"}
@@ -294,14 +291,13 @@ def test_a_topic_that_is_deleted_while_beginnings_are_recorded_keeps_no_other_on
 
 
 def test_a_first_position_whose_member_ended_before_it_was_recorded_is_recorded_by_the_next_one(requests, monkeypatch):
-    committed = {("orders", 0): CommittedOffset(5, None), ("orders", 1): CommittedOffset(0, None)}
-    monkeypatch.setattr(requests, "positions", lambda *_, **__: committed)
-    answer_calls(monkeypatch, Requests, "topic_ids", {"orders": ""})
-    answer_calls(monkeypatch, Requests, "counts", {"orders": 2})
-    starts, asked = group_starts(requests, 2, [0, None]), dict.fromkeys(committed, SeekRequest())
+    said = {"positions": {("orders", 0): CommittedOffset(5, "")}, "topic_ids": {"orders": ""}, "counts": {"orders": 1}}
+    for name, answer in said.items():
+        answer_calls(monkeypatch, Requests, name, answer)
+    starts = group_starts(requests, 1)
     starts.unchecked.clear()  # it was checked before the other member committed
     for unchecked in ({"orders"}, set()):
-        starts.resolve(asked, Deadline(30))
+        starts.resolve({("orders", 0): SeekRequest()}, Deadline(30))
         assert starts.unchecked == unchecked
         starts.record(["orders"], Deadline(30))
 
@@ -504,16 +500,11 @@ def test_threads_that_prepare_at_once_use_one_pool_of_ids(monkeypatch: pytest.Mo
         def take(self, deadline: Deadline) -> Any:
             return self
 
-    topics = Fields(overview=lambda deadline: Fields(brokers={}))
-    for name, stand_in in {
-        "Requests": lambda _: Coordinator(),
-        "KafkaTopics": lambda *_: topics,
-        "longest_transaction_ms": lambda *_: 900_000,
-        "preflight": lambda *_: {},
-        "HangingTransactionMonitor": lambda _: Fields(start=lambda: None),
-        "PreparedIdPool": Pool,
-    }.items():
-        monkeypatch.setattr(broker_module, name, stand_in)
+    topics, monitor = Fields(overview=lambda deadline: Fields(brokers={})), Fields(start=lambda: None)
+    answers = {"Requests": Coordinator(), "KafkaTopics": topics, "longest_transaction_ms": 900_000, "preflight": {}}
+    for name, answer in {**answers, "HangingTransactionMonitor": monitor}.items():
+        answer_calls(monkeypatch, broker_module, name, answer)
+    monkeypatch.setattr(broker_module, "PreparedIdPool", Pool)
     context: Any = Fields(application="shop", events=None)
     ledger: Any = None
     broker, identity = broker_module.KafkaBroker(read(), context, Deadline(30)), Identity("shop", True, "shop", "")
