@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
-from threading import Barrier, BrokenBarrierError
+from threading import Barrier, BrokenBarrierError, Event
 from types import SimpleNamespace as Fields
 from typing import Any
 from unittest.mock import Mock
@@ -277,20 +277,29 @@ def test_a_group_has_lost_no_position_in_a_topic_that_is_deleted_meanwhile(clust
     assert isinstance(starts.resolve(asked, Deadline(30)).offsets["orders", 0], start_positions.LostPosition)
 
 
-def test_a_topic_that_is_deleted_while_beginnings_are_recorded_keeps_no_other_one_from_being_read(
-    requests, monkeypatch
-):
+def test_a_topic_deleted_while_beginnings_are_recorded_keeps_no_other_one_from_being_read(requests, monkeypatch):
     """A new group has committed its first offsets; the messages are read once their record is written."""
     answer_calls(monkeypatch, Requests, "counts", {"orders": 1})
-    fail_call(
-        monkeypatch, Requests, "counts", NotFound("there is no topic 'gone'"), when=lambda _, of, *__: "gone" in of
-    )
+    gone = NotFound("there is no topic 'gone'")
+    fail_call(monkeypatch, Requests, "counts", gone, when=lambda _, of, *__: "gone" in of)
     answer_calls(monkeypatch, Requests, "committed", {("orders", 0): 7})
     starts = group_starts(requests, 1)
     starts.unrecorded = {"gone", "orders"}
     with pytest.raises(NotFound, match="gone"):
         starts.record(["gone", "orders"], Deadline(5))
     assert starts.unrecorded == {"gone"} and not starts.unchecked
+
+
+def test_a_first_position_whose_member_ended_before_it_was_recorded_is_recorded_by_the_next_one(requests, monkeypatch):
+    said = {"positions": {("orders", 0): CommittedOffset(5, "")}, "topic_ids": {"orders": ""}, "counts": {"orders": 1}}
+    for name, answer in said.items():
+        answer_calls(monkeypatch, Requests, name, answer)
+    starts = group_starts(requests, 1)
+    starts.unchecked.clear()  # it was checked before the other member committed
+    for unchecked in ({"orders"}, set()):
+        starts.resolve({("orders", 0): SeekRequest()}, Deadline(30))
+        assert starts.unchecked == unchecked
+        starts.record(["orders"], Deadline(30))
 
 
 def test_a_partition_that_another_member_knew_first_is_read_from_its_begin(cluster, requests, monkeypatch):
@@ -331,6 +340,23 @@ def test_a_partition_without_a_leader_keeps_no_other_work_from_being_done(kind):
     lookup: Any = StartLookup(assignment, starts, Mock(), 30)
     other = starts.counts if kind is start_positions.KafkaStartPositions else starts.record
     wait_until(lambda: lookup.advance() or (other.called and starts.resolve.call_count > 1))
+
+
+def test_a_record_that_is_completed_late_moves_no_partition_back_that_is_read_meanwhile():
+    """An earlier attempt to record the other topic has failed."""
+    starts, recorded = Mock(spec=start_positions.KafkaGroupStartPositions, unchecked=set(), left=None), Event()
+    starts.unrecorded = {"new"}
+    starts.resolve.return_value = start_positions.ResolvedOffsets({("orders", 0): 10, ("new", 0): 0})
+    starts.record.side_effect = lambda *_: recorded.wait(30) and starts.unrecorded.clear()
+    partitions = {each: KafkaPartition(each) for each in starts.resolve.return_value.offsets}
+    assignment = Mock(partitions=partitions, **{"current.side_effect": list})
+    lookup: Any = StartLookup(assignment, starts, Mock(), 30)
+    read, waiting = partitions.values()
+    wait_until(lambda: lookup.advance() or read.next == 10)
+    read.next = 60  # its messages were handed out, and acknowledged
+    recorded.set()
+    wait_until(lambda: lookup.advance() or waiting.next == 0)
+    assert read.next == 60
 
 
 class Leftovers:
@@ -474,16 +500,11 @@ def test_threads_that_prepare_at_once_use_one_pool_of_ids(monkeypatch: pytest.Mo
         def take(self, deadline: Deadline) -> Any:
             return self
 
-    topics = Fields(overview=lambda deadline: Fields(brokers={}))
-    for name, stand_in in {
-        "Requests": lambda _: Coordinator(),
-        "KafkaTopics": lambda *_: topics,
-        "longest_transaction_ms": lambda *_: 900_000,
-        "preflight": lambda *_: {},
-        "HangingTransactionMonitor": lambda _: Fields(start=lambda: None),
-        "PreparedIdPool": Pool,
-    }.items():
-        monkeypatch.setattr(broker_module, name, stand_in)
+    topics, monitor = Fields(overview=lambda deadline: Fields(brokers={})), Fields(start=lambda: None)
+    answers = {"Requests": Coordinator(), "KafkaTopics": topics, "longest_transaction_ms": 900_000, "preflight": {}}
+    for name, answer in {**answers, "HangingTransactionMonitor": monitor}.items():
+        answer_calls(monkeypatch, broker_module, name, answer)
+    monkeypatch.setattr(broker_module, "PreparedIdPool", Pool)
     context: Any = Fields(application="shop", events=None)
     ledger: Any = None
     broker, identity = broker_module.KafkaBroker(read(), context, Deadline(30)), Identity("shop", True, "shop", "")

@@ -9,12 +9,13 @@ import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import Message as Raw
 from txnbridge_kafka.read import reader
+from txnbridge_kafka.read.assignment import KafkaAssignment
 from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Timing
 
 from tests.failing import answer_calls, raising
-from txnbridge.errors import AccessDenied, PositionLost
+from txnbridge.errors import AccessDenied, BrokerUnavailable, PositionLost
 from txnbridge.spi import Deadline, Subscription
 
 pytestmark = pytest.mark.offline
@@ -23,27 +24,31 @@ PLACE = ("orders", 0)
 NO_OFFSET, AUTO_OFFSET_RESET = -1001, -140  # librdkafka's numbers
 
 
-def message(offset: int, error: KafkaError | None = None) -> Any:
+def message(offset: int, error: KafkaError | None = None, topic: str = "orders") -> Any:
     make: Any = Raw
-    return make(topic="orders", partition=0, offset=offset, value=b"v", error=error)
+    return make(topic=topic, partition=0, offset=offset, value=b"v", error=error)
 
 
 @pytest.fixture
 def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
     """Open a reader in a group whose client returns these batches, one for each call."""
 
-    def open_reader(*batches: list[Raw], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
-        partition, left = KafkaPartition(PLACE), deque(batches)
-        partition.state, partition.next = PartitionReadState.READING, 0
-        state = {"partitions": {PLACE: partition}, "paused": set(), "errors": deque(), "prefetched": []}
+    def open_reader(*batches: list[Any], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
+        partitions = {(m.topic(), 0): KafkaPartition((m.topic(), 0)) for batch in batches for m in batch}
+        left = deque(batches)
+        for each in partitions.values():
+            each.state, each.next, each.topic_id = PartitionReadState.READING, 0, "1"
+        state = {"partitions": partitions, "paused": set(), "errors": deque(), "prefetched": []}
         assignment = Mock(**state, revocations=0, fetch=lambda *_: left.popleft() if left else [])
+        assignment.raise_later = lambda error, cause: assignment.errors.append(error)
         lookup = Mock(busy=False, **{"starts.owner.return_value": "the position of group 'billing'"})
         answer_calls(monkeypatch, reader, "KafkaAssignment", assignment)
         answer_calls(monkeypatch, reader, "KafkaGroupStartPositions")
         answer_calls(monkeypatch, reader, "StartLookup", lookup)
         answer_calls(monkeypatch, reader, "GroupRebalance", Mock(joins=False))
         cluster: Any = Mock(**{"settings.timing": Timing(), "requests.topic_ids": topic_ids})
-        return KafkaReader(Subscription(("orders",), "billing"), Mock(), Mock(), cluster, Deadline(5))
+        read = Subscription(tuple(topic for topic, _ in partitions), "billing")
+        return KafkaReader(read, Mock(), Mock(), cluster, Deadline(5))
 
     return open_reader
 
@@ -61,9 +66,25 @@ def test_a_poll_skips_no_message_while_the_broker_refuses_to_say_whether_the_top
     assert found == [0, 1, 2] and refused
 
 
-def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_also_if_it_has_grown_again(
-    reader_of,
-) -> None:
+def test_a_topic_that_was_made_anew_is_noticed_beside_one_that_was_just_asked_about(reader_of, monkeypatch) -> None:
+    now, ids = [0.0], {"orders": "1", "audit": "1"}
+    monkeypatch.setattr(reader, "time", Mock(monotonic=lambda: now[0]))
+    batches = [message(0, topic="audit")], [message(0)], [message(1, topic="audit")]
+    reading = reader_of(*batches, topic_ids=lambda *_: ids)
+    assert len(reading.poll(1, Deadline(0))) == 1
+    now[0], ids["audit"] = 1.0, "2"
+    assert [len(reading.poll(1, Deadline(0))) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("code", [-199, -198, -170, 10])
+def test_a_batch_that_the_client_cannot_read_is_told(reader_of, code: int) -> None:
+    """The client fetches the batch again and again, and delivers nothing behind it."""
+    broken: Any = KafkaError(code, "Decompression (codec 0x4) of message at 2 failed")
+    with pytest.raises(BrokerUnavailable, match=r"reading orders: Decompression .* at 2 failed"):
+        reader_of([message(2, broken)]).poll(2, Deadline(0))
+
+
+def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_also_if_it_has_grown_again(reader_of):
     """The client compares the leaders' epochs, and names no offset."""
     truncated: Any = KafkaError(AUTO_OFFSET_RESET, "log truncation detected: broker end offset is 1")
     reader = reader_of([message(0), message(1)], [message(NO_OFFSET, truncated)])
@@ -72,3 +93,4 @@ def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_al
         with pytest.raises(PositionLost, match=r"position of group 'billing' is 2 in orders\[0\].*truncat.*seek"):
             reader.poll(2, Deadline(5))
     assert reader.positions() == {PLACE: (2,)}
+    assert KafkaAssignment.client_position(Mock(prefetched=[message(NO_OFFSET, truncated)]), KafkaPartition(PLACE)) == 0

@@ -142,11 +142,7 @@ def librdkafka(tmp_path_factory) -> dict[str, str]:
 
 def test_every_setting_of_the_client_is_sorted_as_it_sorts_them_or_refused(librdkafka):
     translated = java.NAMES - names.COMMON
-    ours = {
-        **dict.fromkeys(names.PRODUCER, "P"),
-        **dict.fromkeys(names.CONSUMER, "C"),
-        **dict.fromkeys(names.COMMON, "*"),
-    }
+    ours = dict.fromkeys(names.PRODUCER, "P") | dict.fromkeys(names.CONSUMER, "C") | dict.fromkeys(names.COMMON, "*")
     assert len(librdkafka) > 150
     sorted_by_it = {n: kind for n, kind in librdkafka.items() if n not in REFUSED and n not in translated}
     assert sorted_by_it.items() >= ours.items()
@@ -157,12 +153,8 @@ def test_every_setting_of_the_client_is_sorted_as_it_sorts_them_or_refused(librd
 @pytest.mark.live  # it starts Java
 def test_every_setting_of_the_java_clients_is_taken_translated_or_refused(tmp_path):
     imports = "org.apache.kafka.clients.producer.ProducerConfig org.apache.kafka.clients.consumer.ConsumerConfig"
-    listed = ask_java(
-        tmp_path,
-        imports,
-        "for (var n : ProducerConfig.configNames()) System.out.println(n);"
-        "for (var n : ConsumerConfig.configNames()) System.out.println(n);",
-    )
+    each = "for (var n : {}Config.configNames()) System.out.println(n);"
+    listed = ask_java(tmp_path, imports, each.format("Producer") + each.format("Consumer"))
     assert len(set(listed)) > 100
     known = names.PRODUCER | names.CONSUMER | names.COMMON | REFUSED.keys() | java.NAMES
     # A name without a dot could not be told from an option of ours: the core refuses it.
@@ -362,8 +354,7 @@ def test_half_a_certificate_is_refused(tmp_path, name):
 def test_a_key_that_cannot_be_opened_is_refused_and_nobody_is_asked(tmp_path, password):
     told = {**pem(Authority(tmp_path, "ours"), SECRET), "ssl.key.password": password}
     reason = refusal(told)
-    assert "ssl.key" in reason
-    assert SECRET not in reason
+    assert "ssl.key" in reason and SECRET not in reason
 
 
 @pytest.mark.parametrize(
@@ -379,8 +370,7 @@ def test_a_key_that_cannot_be_opened_is_refused_and_nobody_is_asked(tmp_path, pa
 )
 def test_a_setting_that_tls_cannot_use_is_named(told, named):
     reason = refusal({**TLS, **told})
-    assert named in reason
-    assert SECRET not in reason
+    assert named in reason and SECRET not in reason
 
 
 def keytool(line: str, password: str) -> None:
@@ -413,10 +403,8 @@ def commanded(reason: str) -> str:
 def test_a_java_trust_store_is_refused_with_the_command_that_converts_it(stores, kind):
     folder, authority = stores
     store, password = folder / "trust.jks", ["-storetype", kind, "-storepass", SECRET, "-noprompt"]
-    keytool(
-        shlex.join(["keytool", "-importcert", "-file", str(authority.certificate), "-keystore", str(store), *password]),
-        "",
-    )
+    line = ["keytool", "-importcert", "-file", str(authority.certificate), "-keystore", str(store), *password]
+    keytool(shlex.join(line), "")
     told = {"security.protocol": "SSL", "ssl.truststore.location": store, "ssl.truststore.password": SECRET}
     reason = refusal({**told, "ssl.truststore.type": kind})
     assert SECRET not in reason
@@ -454,8 +442,7 @@ def test_a_java_key_store_is_refused_with_the_command_that_converts_it(stores, k
 )
 def test_a_setting_that_a_store_does_not_need_is_refused(told):
     reason = refusal({**TLS, **told})
-    assert next(iter(told)).rpartition(".")[0] in reason
-    assert SECRET not in reason
+    assert next(iter(told)).rpartition(".")[0] in reason and SECRET not in reason
 
 
 @pytest.mark.parametrize("line", [False, True], ids=["own-names", "jaas"])
@@ -572,8 +559,7 @@ def test_a_secret_in_a_line_that_cannot_be_used_is_not_shown(secret):
         f"{secret} required;",
     ):
         reason = told_about(line)
-        assert reason
-        assert secret not in reason
+        assert reason and secret not in reason
 
 
 JAAS_OF_JAVA = """
@@ -705,6 +691,5 @@ def test_no_name_of_a_program_hides_that_its_connection_was_lost():
 
 def test_a_secret_that_the_client_repeats_is_taken_out_of_its_words():
     told = {"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN", "sasl.username": "u", "sasl.password": SECRET}
-    assert refusal({**told, "compression.type": SECRET}).endswith(
-        'Invalid value "…" for configuration property "compression.codec"'
-    )
+    reason = refusal({**told, "compression.type": SECRET})
+    assert reason.endswith('Invalid value "…" for configuration property "compression.codec"')

@@ -100,9 +100,7 @@ def hand_over(producer: SharedProducer, client: Client) -> None:
         assert second.result() == (None, 2)
 
 
-def test_another_thread_polls_behind_one_whose_time_is_over_also_after_an_exception_of_a_signal_handler(
-    client, monkeypatch
-):
+def test_another_thread_polls_behind_one_whose_time_is_over_also_after_a_signal_handlers_exception(client, monkeypatch):
     monkeypatch.setattr(decision_log, "_POLL_SECONDS", 60)  # a thread that is not woken comes too late
     producer = SharedProducer({})
 

@@ -18,7 +18,6 @@ from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.protocol_types import RetryLaterError
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.settings import KafkaSettings
 
 from tests.kafka.test_settings import read
 from txnbridge import NotSupported, TxnBridgeError
@@ -101,19 +100,15 @@ def babbler() -> Iterator[Babbler]:
         yield babbler
 
 
-def check_errors(babbler: Babbler, settings: KafkaSettings, asked: str) -> None:
-    requests = Requests(settings)
+@pytest.mark.parametrize("asked", [*ASKED, *LOGINS])
+def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler, asked: str) -> None:
+    requests = Requests(settings := read(LOGINS.get(asked)))
     requests._runner = once = Once(settings)
     once._servers = [babbler.address]
     with closing(requests):
         for _ in range(20):
             with suppress(TxnBridgeError, RetryLaterError, AttemptError, LoginRefusedError):
-                ASKED[asked](requests, Deadline(0.15))
-
-
-@pytest.mark.parametrize("asked", ASKED)
-def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler, asked: str) -> None:
-    check_errors(babbler, read(), asked)
+                ASKED.get(asked, Requests.cluster_id)(requests, Deadline(0.15))
 
 
 def test_a_broker_too_old_for_the_first_request_is_named_as_such() -> None:
@@ -124,11 +119,6 @@ def test_a_broker_too_old_for_the_first_request_is_named_as_such() -> None:
         with closing(Requests(read(url=url))) as requests:
             with pytest.raises(NotSupported, match="does not have version 3 of ApiVersions"):
                 requests.cluster_id(Deadline(30))
-
-
-@pytest.mark.parametrize("mechanism", LOGINS)
-def test_an_answer_to_a_login_that_is_none_is_an_error_that_is_understood(babbler: Babbler, mechanism: str) -> None:
-    check_errors(babbler, read(LOGINS[mechanism]), "cluster")
 
 
 def broker_says(asked: bytes, challenge: str, password: str) -> bytes:

@@ -133,7 +133,7 @@ class KafkaAssignment:
         This offset is beyond the control markers and aborted messages that the client has skipped.
         """
         ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
-        return int(ahead[0]) if ahead else int(self.client.position([assigned.at_next()])[0].offset)
+        return int(ahead[0] or 0) if ahead else int(self.client.position([assigned.at_next()])[0].offset)
 
     @translating_errors()
     def start_fetching(self, assigned: Sequence[KafkaPartition]) -> None:
@@ -146,8 +146,7 @@ class KafkaAssignment:
         elif fresh:
             self.client.incremental_assign([each.at_next() for each in fresh])
         for each in touched:
-            each.fetched = True
-            each.reached = 0
+            each.fetched, each.reached = True, 0
         for each in assigned:
             each.state = PartitionReadState.READING
         self._pause([each for each in touched if each.partition in self.paused])
@@ -196,8 +195,7 @@ class KafkaAssignment:
                 self.get(partition)  # raises `InvalidState` if the partition is not assigned
                 continue
             self.paused.discard(partition)
-            assigned = self.partitions.get(partition)
-            if assigned is not None and assigned.fetched:
+            if (assigned := self.partitions.get(partition)) is not None and assigned.fetched:
                 self.client.resume([assigned.at_next()])
             if assigned is not None and assigned.reading:
                 # From the reader's `next` offset: messages that the client returned during the pause were dropped.

@@ -100,8 +100,7 @@ class KafkaPartition:
         return self._first is not None and self._first <= offset <= self._handed_out_to
 
     def announce(self, source: object) -> None:
-        self.source = source
-        self.state = PartitionReadState.SEEKING
+        self.source, self.state = source, PartitionReadState.SEEKING
 
     def seek(self, request: SeekRequest) -> None:
         """Set the seek request: no message is handed out until the offset to read next was looked up for it."""
@@ -112,8 +111,7 @@ class KafkaPartition:
 
     def lose(self, why: str, at: int) -> None:
         """Note that the offset `at` cannot be read: no message is handed out until the user seeks."""
-        self.next = at
-        self.state, self.why_lost = PartitionReadState.LOST, why
+        self.next, self.state, self.why_lost = at, PartitionReadState.LOST, why
 
     def at_next(self) -> TopicPartition:
         """Return the client's `TopicPartition` of this partition with the `next` offset."""

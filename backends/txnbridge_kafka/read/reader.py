@@ -61,6 +61,8 @@ _POLL_SECONDS, _POLL_DURING_LOOKUP_SECONDS = 0.25, 0.005
 _TOPIC_ID_CHECK_SECONDS, _TOPIC_ID_ANSWER_SECONDS = 0.1, 1.0
 
 _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
+# The client cannot read a batch: it is damaged, of an unknown format or too large. It is fetched again and again.
+_BROKEN = {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED, KafkaError.MSG_SIZE_TOO_LARGE}
 
 
 class KafkaReader(Reader):
@@ -77,7 +79,7 @@ class KafkaReader(Reader):
         self._subscription = subscription
         self._timing = cluster.settings.timing
         self._fatal_error: errors.TxnBridgeError | None = None  # the error after which the client reads no more
-        self._check_at = 0.0
+        self._check_at: dict[str, float] = {}  # by topic, when its id is looked up next
         # A group may wait for a missing topic, so the topic is created; for a reader without a group it is not.
         creates, topics = subscription.creates, cluster.topics
         counts = {each: topics.partitions(each, deadline, create=creates(each)) for each in subscription.topics}
@@ -181,9 +183,10 @@ class KafkaReader(Reader):
         The partitions of such topics are marked as lost. Topic ids are looked up every tenth of a second, and by each
         acknowledgement of a group.
         """
-        if time.monotonic() < self._check_at:
+        topics = {m.topic for m in messages} if len(self._subscription.topics) > 1 else {*self._subscription.topics}
+        topics = {topic for topic in topics if self._check_at.get(topic, 0.0) <= time.monotonic()}
+        if not topics:
             return messages
-        topics = {message.topic for message in messages}
         try:
             topic_ids = self._requests.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
         except errors.TxnBridgeError as error:
@@ -191,7 +194,7 @@ class KafkaReader(Reader):
                 self._assignment.errors.append(error)  # for the next poll: these messages are not returned again
             _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
             return messages
-        self._check_at = time.monotonic() + _TOPIC_ID_CHECK_SECONDS
+        self._check_at.update(dict.fromkeys(topics, time.monotonic() + _TOPIC_ID_CHECK_SECONDS))
         here = [self._assignment.partitions[key] for key in {(m.topic, m.partition) for m in messages}]
         recreated = {
             each.partition: each for each in here if is_another_topic(topic_ids.get(each.partition[0]), each.topic_id)
@@ -200,8 +203,7 @@ class KafkaReader(Reader):
             return messages
         for partition, each in recreated.items():
             (at,) = next(m.position for m in messages if (m.topic, m.partition) == partition)
-            lost = self._lookup.starts.recreated(partition, at)
-            each.lose(lost.why, lost.at)
+            each.lose(self._lookup.starts.recreated(partition, at).why, at)
         return [message for message in messages if (message.topic, message.partition) not in recreated]
 
     def _raise_pending_error(self) -> None:
@@ -230,8 +232,8 @@ class KafkaReader(Reader):
     def _note_error(self, error: KafkaError, message: Any) -> None:
         """Handle an error that the client returned in place of a message.
 
-        Keep a fatal error or a refusal for `poll` to raise, look up an offset again that is out of range, note the end
-        of a partition, and log any other error, from which the client recovers.
+        Keep a fatal error, a refusal or an unreadable batch for `poll` to raise, look up an offset again that is out of
+        range, note the end of a partition, and log any other error, from which the client recovers.
         """
         partition = message.topic(), message.partition()
         assigned = self._assignment.partitions.get(partition)
@@ -248,7 +250,7 @@ class KafkaReader(Reader):
         elif error.code() == KafkaError._FATAL:
             self._fatal_error = translate(error, f"reading in group {self._assignment.context.group!r}")
             self._fatal_error.__cause__ = KafkaException(error)
-        elif error.code() in DENIED | MISSING:
+        elif error.code() in DENIED | MISSING | _BROKEN:
             cause = KafkaException(error)
             self._assignment.raise_later(translate(cause, f"reading {partition[0]}"), cause)
         else:
@@ -263,9 +265,8 @@ class KafkaReader(Reader):
         # A seek after an abort, to an offset that was just handed out, needs no request to the broker.
         elsewhere = {each.partition: offset for each, offset in offsets.items() if not each.was_handed_out(offset)}
         for partition, begin in self._requests.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
-            if elsewhere[partition] < begin:
-                what = "the position to seek"
-                raise errors.PositionLost(out_of_range_text(what, partition, elsewhere[partition], begin, begin))
+            if (at := elsewhere[partition]) < begin:
+                raise errors.PositionLost(out_of_range_text("the position to seek", partition, at, begin, begin))
         self._lookup.request({each: SeekRequest(target=offset) for each, offset in offsets.items()})
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:

@@ -94,15 +94,15 @@ class StartLookup:
     ) -> None:
         self._left_out = len({*resolved.offsets, *resolved.to_commit}) < len(requests)
         unrecorded = set() if self._group_starts is None else self._group_starts.unrecorded
-        ready = {partition: start for partition, start in resolved.offsets.items() if partition[0] not in unrecorded}
-        self.apply(requests, ResolvedOffsets(ready, topic_ids=resolved.topic_ids))
+        self.apply({p: request for p, request in requests.items() if p.partition[0] not in unrecorded}, resolved)
         current = [each.partition for each in self._assignment.current(requests)]
         begun = {partition: at for partition in current if (at := resolved.to_commit.get(partition)) is not None}
         if begun and member is not None:
             self._assignment.log_for_group("%s: begins at %s", as_text(begun), ", ".join(map(str, begun.values())))
             self._commit(requests, begun, resolved.topic_ids, member)
         elif unrecorded:
-            self._record(sorted(unrecorded), lambda: self.apply(requests, resolved))
+            left = {each: request for each, request in requests.items() if each.partition[0] in unrecorded}
+            self._record(sorted(unrecorded), lambda: self.apply(left, resolved))
 
     def _commit(
         self,

@@ -174,6 +174,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         self._denied = False
         self.unchecked = set(subscription.topics)  # topics whose records may lack a partition that the group has begun
         self.unrecorded: set[str] = set()  # topics whose records certainly lack such a partition
+        self._recorded: set[Partition] = set()  # partitions that the records certainly have
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         # "latest" is the end at this moment, and not when the group's members have got their partitions.
         self._latest = client.ends(partitions, deadline) if subscription.start == "latest" else None
@@ -194,6 +195,8 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             self._search_for_hanging_transactions(deadline)
         else:
             self._search_at = None
+        # A member, or an earlier attempt, may have ended between the commit of a first offset and its record.
+        self.unchecked |= {each[0] for each, at in committed.items() if at is not None and each not in self._recorded}
         offsets, missing = dict[Partition, int | LostPosition](), dict[str, list[int]]()
         for (topic, number), position in committed.items():
             target = requests[topic, number].target
@@ -308,17 +311,17 @@ class KafkaGroupStartPositions(KafkaStartPositions):
 
         try:
             self._records[topic].update(complete, deadline)
+            self._recorded |= {each for each, at in committed.items() if at is not None}
         except AccessDenied as error:
             self._continue_without_record(error)
 
     def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
         """Return how many partitions the topic had when the group began, and the group's first offset in each."""
-        record = None
         try:
-            record = None if self._denied else self._records[topic].read(deadline)
+            return self._from_record(topic, None if self._denied else self._records[topic].read(deadline))
         except AccessDenied as error:
             self._continue_without_record(error)
-        return self._from_record(topic, record)
+        return self._from_record(topic, None)
 
     def _from_record(self, topic: str, record: Mapping[str, Any] | None) -> tuple[int, Sequence[int | None]]:
         if record is None:
