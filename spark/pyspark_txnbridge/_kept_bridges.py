@@ -32,8 +32,7 @@ class SinkSession:
     """A process's connection to a sink's decision log and to the broker's transactions."""
 
     def __init__(self, options: SinkOptions, application: str) -> None:
-        self.options = options
-        self.bridge = connect(options, application)
+        self.options, self.bridge = options, connect(options, application)
         self.target = {"topic": options.topic, "cluster": self.bridge.cluster}
         try:
             self.decisions = self.bridge.decisions()
@@ -78,8 +77,7 @@ def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
             return connect()
         except BrokerUnavailable as error:
             # SQLite's errors that may pass, such as a full disk, are of a subclass.
-            is_permanent = type(error.__cause__) is sqlite3.DatabaseError
-            if is_permanent or time.monotonic() + _RECONNECT_SECONDS > until:
+            if type(error.__cause__) is sqlite3.DatabaseError or time.monotonic() + _RECONNECT_SECONDS > until:
                 raise
             _log.warning("the broker cannot be reached, and is tried again: %s", error)
         time.sleep(_RECONNECT_SECONDS)

@@ -237,8 +237,8 @@ class OAuthTokens:
 
     def _fetch(self, timeout: float) -> dict[str, Any]:
         form = {"grant_type": "client_credentials", **({"scope": self._scope} if self._scope else {})}
-        basic = base64.b64encode(self._credentials.encode()).decode()
-        request = urllib.request.Request(self._url, urllib.parse.urlencode(form).encode(), {"Accept": "application/json"})
+        data, basic = urllib.parse.urlencode(form).encode(), base64.b64encode(self._credentials.encode()).decode()
+        request = urllib.request.Request(self._url, data, {"Accept": "application/json"})
         request.add_unredirected_header("Authorization", f"Basic {basic}")
         where = f"the token endpoint {re.sub('//[^/]*@', '//', self._url.partition('?')[0])}"  # without a password
         try:
