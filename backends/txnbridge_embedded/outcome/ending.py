@@ -60,19 +60,15 @@ def _decide_once(connection: FileConnection, transaction: str, decision: Decisio
     if state == "prepared":
         if deadline_at < now_ms():
             decision, reason = Decision.ABORT, "its deadline passed"
-        if decision is Decision.COMMIT:
-            state = commit_prepared(connection, number)
-        else:
-            state = mark_aborted(connection, number, reason)
+        if decision is not Decision.COMMIT:
+            return mark_aborted(connection, number, reason)
+        acks.commit_pending(connection, number)
+        connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
+        connection.execute(
+            "UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number)
+        )
+        return "committed"
     return str(state)
-
-
-def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
-    """Commit a prepared transaction in the caller's write transaction, and return its new state, "committed"."""
-    acks.commit_pending(connection, number)
-    connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
-    connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
-    return "committed"
 
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
