@@ -159,6 +159,14 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
     assert values(broker, "orders") == [b"1"]
 
 
+def test_a_decision_that_was_interrupted_before_its_commit_is_not_told_and_locks_nobody_out(broker, monkeypatch):
+    token = prepare(broker, "orders", b"1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(broker.store, "_commit", raising(KeyboardInterrupt))
+        broker.commit(token, NO_LEDGER, Deadline(5))
+    assert status(broker, token).state is TokenState.PREPARED
+
+
 def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened):
     broker = opened(timing=Timing(removed_rows=3))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
