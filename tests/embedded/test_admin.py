@@ -57,19 +57,24 @@ def test_a_transaction_that_is_not_there_cannot_be_ended(broker):
         broker.admin.end("nobody", Decision.ABORT, Deadline(5))
 
 
-@pytest.mark.parametrize("prepares", [False, True])
-def test_a_transaction_that_leaves_its_open_state_just_before_its_abort_is_not_called_aborted(opened, prepares):
+@pytest.mark.parametrize(("prepares", "late"), [(False, False), (True, False), (True, True)])
+def test_a_transaction_that_leaves_its_open_state_before_its_abort_is_not_called_aborted(opened, clock, prepares, late):
     """A large transaction keeps the lock while it is stored, and an administrator's abort waits for that long."""
     ending: list[Writer] = []
 
     def end(event):
         if event.name == "step:decide" and event.phase == "before" and ending:
+            clock.ahead = 0
             getattr(ending.pop(), "prepare" if prepares else "commit")(Deadline(5))
 
     broker = opened(spill_bytes=100, listener=end)
     writer = open_preparing(broker) if prepares else open_writer(broker)
     transaction = begin(writer, "orders", bytes(200), prepare=prepares)
     ending.append(writer)
+    if late:  # its deadline passes while it is prepared, and moves
+        clock.ahead = 3_600_000
+        assert [each.state for each in broker.admin.transactions(Deadline(5))] == ["prepared"]
+        return
     if prepares:
         assert broker.admin.end(transaction, Decision.ABORT, Deadline(5)) is Outcome.ABORTED
     else:

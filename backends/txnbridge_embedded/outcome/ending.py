@@ -83,33 +83,31 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 
 def abort_open(store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline) -> bool:
     """Abort an open transaction of which a part is stored, and remove that part; return False if it is not open."""
-    aborted = _abort_if(store, connection, transaction, ("open",), reason, deadline)
+    aborted = _abort_if(store, connection, transaction, "state = 'open'", reason, deadline)
     remove_aborted_messages(store, connection, deadline)
     return aborted
 
 
 def _abort_if(
-    store: Store, connection: FileConnection, transaction: str, states: tuple[str, ...], reason: str, deadline: Deadline
+    store: Store, connection: FileConnection, transaction: str, condition: str, reason: str, deadline: Deadline
 ) -> bool:
     with (
         store.events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
     ):
-        row = connection.execute("SELECT number, state FROM transactions WHERE id = ?", (transaction,)).fetchone()
-        if is_there := row is not None and row[1] in states:
+        query = f"SELECT number FROM transactions WHERE id = ? AND {condition}"
+        if (row := connection.execute(query, (transaction,)).fetchone()) is not None:
             mark_aborted(connection, row[0], reason)
-    return is_there
+    return row is not None
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline) -> int:
     """Abort all expired transactions, and return their number; then remove the messages of all aborted transactions."""
+    # It is checked again before the abort, because a prepare that held the file's lock may have moved the deadline.
+    expired = f"ended_at IS NULL AND state IN ('open', 'prepared') AND deadline_at < {now_ms()}"
     with store.reading(connection, deadline):
-        expired = connection.execute(
-            "SELECT id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared') AND deadline_at < ?",
-            (now_ms(),),
-        ).fetchall()
-    why = "its deadline passed"
-    ended = [_abort_if(store, connection, id, ("open", "prepared"), why, deadline) for (id,) in expired]
+        found = connection.execute(f"SELECT id FROM transactions WHERE {expired}").fetchall()
+    ended = [_abort_if(store, connection, id, expired, "its deadline passed", deadline) for (id,) in found]
     remove_aborted_messages(store, connection, deadline)
     return sum(ended)
 
