@@ -162,6 +162,7 @@ def test_messages_beyond_the_size_go_and_at_least_that_much_stays(broker):
     writer = open_writer(broker)
     for number in range(100):
         commit(writer, "orders", b"%03d" % number + bytes(497))
+    broker.abort(prepare(broker, "orders", *[bytes(5000)] * 4), NO_LEDGER, Deadline(5))
     trim(broker)
     found = values(broker, "orders")
     assert [value[:3] for value in found] == [b"%03d" % number for number in range(100 - len(found), 100)]

@@ -142,26 +142,34 @@ def _remove_batch(store: Store, connection: FileConnection, number: int, deadlin
             )
             return True
         partition, first, last = row
-        if remove_messages(store, connection, partition, first, last) == last:
+        if remove_messages(store, connection, partition, first, last, aborted=True) == last:
             connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", (partition, first))
         return False
 
 
-def remove_messages(store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
-    """Remove messages from the start of a range of offsets, but at most one batch; return the last removed offset."""
+def remove_messages(
+    store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int, *, aborted: bool = False
+) -> int:
+    """Remove messages from the start of a range of offsets, but at most one batch; return the last removed offset.
+
+    With `aborted`, retention by size no longer counts these messages for the messages before them.
+    """
     base, most = partition << OFFSET_BITS, store.settings.timing.removed_rows
-    size = 0
-    rows = connection.execute(
-        "SELECT id, coalesce(length(value), 0) FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-        (base | first, base | last, most),
-    ).fetchall()
-    done = base | last
-    for count, (row_id, length) in enumerate(rows, 1):
+    size, done = 0, base | last
+    lengths = "coalesce(length(value), 0) + coalesce(length(key), 0) + coalesce(length(headers), 0)"
+    query = f"SELECT id, {lengths} FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?"
+    for count, (row_id, length) in enumerate(connection.execute(query, (base | first, done, most)).fetchall(), 1):
         size += length
         if size >= _REMOVED_BYTES or count == most:
             done = row_id
             break
     connection.execute("DELETE FROM messages WHERE id BETWEEN ? AND ?", (base | first, done))
+    if aborted:
+        connection.execute(
+            "UPDATE marks SET bytes = min(bytes + ?, (SELECT bytes FROM partitions WHERE id = partition_id))"
+            " WHERE partition_id = ? AND offset <= ?",
+            (size, partition, done - base),
+        )
     return int(done - base)
 
 
