@@ -121,7 +121,7 @@ def remove_aborted_messages(store: Store, connection: FileConnection, deadline: 
             ).fetchall()
         for number, transaction in aborted:
             with store.events.step("step:purge", transaction):
-                while not _remove_batch(store, connection, number, deadline):
+                while not (_remove_batch(store, connection, number, deadline) or deadline.expired):
                     pass
     except TxnBridgeError as error:
         # The abort is decided. Readers wait at the remaining messages until another call has removed them.
