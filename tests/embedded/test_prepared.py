@@ -67,12 +67,15 @@ def test_hold_counts_from_the_deadline_of_the_transaction(opened, hold, expected
 
 def test_an_outcome_is_forgotten_after_a_while_and_then_unknown_for_ever(opened):
     broker = opened(keep_seconds=0.001)
+    writer = open_writer(broker)
+    plain = token_of(broker, writer, begin(writer))
+    writer.commit(Deadline(5))
     token = prepare(broker, "orders", b"1")
     broker.commit(token, NO_LEDGER, Deadline(5))
     time.sleep(0.01)
-    open_writer(broker)
-    found = status(broker, token)
-    assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
+    open_writer(broker)  # an opening cleans up
+    for found in (status(broker, token), status(broker, plain)):
+        assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
     with pytest.raises(errors.EvidenceLost):
         broker.commit(token, NO_LEDGER, Deadline(5))
     with pytest.raises(errors.EvidenceLost):

@@ -27,12 +27,6 @@ def publish(publisher, topic, value, sequence=None, timeout=10, partition=None):
     publisher.send(topic, value, None, None, partition, None, sequence, Deadline(timeout))
 
 
-def test_a_message_becomes_visible_without_a_flush(broker):
-    publisher = broker.publisher(None, Deadline(5))
-    publish(publisher, "orders", b"1")
-    wait_until(lambda: values(broker, "orders") == [b"1"])
-
-
 def test_closing_the_broker_stores_the_messages_that_are_left(opened):
     broker = opened()
     publisher = broker.publisher(None, Deadline(5))
@@ -41,10 +35,11 @@ def test_closing_the_broker_stores_the_messages_that_are_left(opened):
     assert values(opened(), "orders") == [b"1"]
 
 
-def test_a_closed_publisher_leaves_no_thread_and_is_not_kept_until_its_bridge_is_closed(broker):
+def test_a_message_becomes_visible_without_a_flush_and_a_closed_publisher_leaves_nothing_behind(broker):
     before = threading.active_count()
     publisher = broker.publisher(None, Deadline(5))
     publish(publisher, "orders", b"1")
+    wait_until(lambda: values(broker, "orders") == [b"1"])
     publisher.close(Deadline(5))
     assert threading.active_count() == before
     kept = weakref.ref(publisher)
