@@ -169,10 +169,7 @@ class EmbeddedBroker(Broker):
         if self._closed_rows:
             with self.store.writing(connection, deadline, "closing"):
                 for instance in self._closed_rows:
-                    if instance.in_token:
-                        instance.retire(connection)
-                    else:
-                        instance.forget(connection)
+                    (instance.retire if instance.in_token else instance.forget)(connection)
 
 
 def _check(token: Token) -> None:

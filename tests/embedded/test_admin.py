@@ -57,19 +57,24 @@ def test_a_transaction_that_is_not_there_cannot_be_ended(broker):
         broker.admin.end("nobody", Decision.ABORT, Deadline(5))
 
 
-@pytest.mark.parametrize("prepares", [False, True])
-def test_a_transaction_that_leaves_its_open_state_just_before_its_abort_is_not_called_aborted(opened, prepares):
+@pytest.mark.parametrize(("prepares", "late"), [(False, False), (True, False), (True, True)])
+def test_a_transaction_that_leaves_its_open_state_before_its_abort_is_not_called_aborted(opened, clock, prepares, late):
     """A large transaction keeps the lock while it is stored, and an administrator's abort waits for that long."""
     ending: list[Writer] = []
 
     def end(event):
         if event.name == "step:decide" and event.phase == "before" and ending:
+            clock.ahead = 0
             getattr(ending.pop(), "prepare" if prepares else "commit")(Deadline(5))
 
     broker = opened(spill_bytes=100, listener=end)
     writer = open_preparing(broker) if prepares else open_writer(broker)
     transaction = begin(writer, "orders", bytes(200), prepare=prepares)
     ending.append(writer)
+    if late:  # its deadline passes while it is prepared, and moves
+        clock.ahead = 3_600_000
+        assert [each.state for each in broker.admin.transactions(Deadline(5))] == ["prepared"]
+        return
     if prepares:
         assert broker.admin.end(transaction, Decision.ABORT, Deadline(5)) is Outcome.ABORTED
     else:
@@ -112,14 +117,16 @@ def test_a_deleted_topic_is_gone_with_its_messages_and_a_new_one_starts_empty(br
         broker.admin.delete_topic("nowhere", Deadline(5))
 
 
-def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_doctor(opened):
-    broker = opened()
+@pytest.mark.parametrize("late", [False, True])
+def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_doctor(opened, late):
+    broker = opened(timing=Timing(removed_rows=1))
     commit(open_writer(broker), "orders", b"1", b"2")
-    failing(broker.store, happens=False, number=1)  # behind the deletion, where the messages are removed
-    broker.admin.delete_topic("orders", Deadline(5))
+    if not late:
+        failing(broker.store, happens=False, number=2)  # behind the deletion, where the messages are removed
+    broker.admin.delete_topic("orders", Deadline(0 if late else 5))
     commit(open_writer(broker), "orders", b"new")
     assert values(broker, "orders") == [b"new"]
-    assert rows(broker, "SELECT count(*) FROM messages") == [(3,)]
+    assert rows(broker, "SELECT count(*) FROM messages") == [(2,)]
     opened().admin.check(Deadline(5))
     assert rows(broker, "SELECT count(*) FROM messages") == [(1,)]
     assert rows(broker, "SELECT * FROM garbage") == []
@@ -157,6 +164,7 @@ def test_messages_beyond_the_size_go_and_at_least_that_much_stays(broker):
     writer = open_writer(broker)
     for number in range(100):
         commit(writer, "orders", b"%03d" % number + bytes(497))
+    broker.abort(prepare(broker, "orders", *[bytes(5000)] * 4), NO_LEDGER, Deadline(5))
     trim(broker)
     found = values(broker, "orders")
     assert [value[:3] for value in found] == [b"%03d" % number for number in range(100 - len(found), 100)]

@@ -1,6 +1,7 @@
 """Prepared transactions: durable, invisible, ended by whoever has the token."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 from txnbridge_embedded.outcome import ending
@@ -66,12 +67,15 @@ def test_hold_counts_from_the_deadline_of_the_transaction(opened, hold, expected
 
 def test_an_outcome_is_forgotten_after_a_while_and_then_unknown_for_ever(opened):
     broker = opened(keep_seconds=0.001)
+    writer = open_writer(broker)
+    plain = token_of(broker, writer, begin(writer))
+    writer.commit(Deadline(5))
     token = prepare(broker, "orders", b"1")
     broker.commit(token, NO_LEDGER, Deadline(5))
     time.sleep(0.01)
-    open_writer(broker)
-    found = status(broker, token)
-    assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
+    open_writer(broker)  # an opening cleans up
+    for found in (status(broker, token), status(broker, plain)):
+        assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
     with pytest.raises(errors.EvidenceLost):
         broker.commit(token, NO_LEDGER, Deadline(5))
     with pytest.raises(errors.EvidenceLost):
@@ -159,15 +163,25 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
     assert values(broker, "orders") == [b"1"]
 
 
-def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened):
+def test_a_decision_that_was_interrupted_before_its_commit_is_not_told_and_locks_nobody_out(broker, monkeypatch):
+    token = prepare(broker, "orders", b"1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(broker.store, "_commit", raising(KeyboardInterrupt))
+        broker.commit(token, NO_LEDGER, Deadline(5))
+    assert status(broker, token).state is TokenState.PREPARED
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened, dies):
     broker = opened(timing=Timing(removed_rows=3))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
-    failing(broker.store, happens=False, error=SystemExit(), number=3)
-    with pytest.raises(SystemExit):
-        broker.abort(token, NO_LEDGER, Deadline(5))
+    if dies:
+        failing(broker.store, happens=False, error=SystemExit(), number=2)
+    with pytest.raises(SystemExit) if dies else nullcontext():
+        broker.abort(token, NO_LEDGER, Deadline(5 if dies else 0))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
-    assert len(rows(broker, "SELECT * FROM messages")) == 5
+    assert len(rows(broker, "SELECT * FROM messages")) == 8
     assert status(broker, token).state is TokenState.ABORTED
     other = opened()
     assert values(other, "orders") == [b"behind"]

@@ -3,12 +3,15 @@
 import gc
 import threading
 import weakref
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
-from tests.embedded.kit import busy, values
+from tests.embedded.kit import busy, read, values
 from tests.embedded.test_writer import failing, failing_and_gone, give_up
 from tests.in_time import wait_until
+from tests.interrupts import interrupted_at
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, Fenced, InvalidOption, NotFound, OutcomeUnknown
 from txnbridge.spi import Deadline
 
@@ -24,12 +27,6 @@ def publish(publisher, topic, value, sequence=None, timeout=10, partition=None):
     publisher.send(topic, value, None, None, partition, None, sequence, Deadline(timeout))
 
 
-def test_a_message_becomes_visible_without_a_flush(broker):
-    publisher = broker.publisher(None, Deadline(5))
-    publish(publisher, "orders", b"1")
-    wait_until(lambda: values(broker, "orders") == [b"1"])
-
-
 def test_closing_the_broker_stores_the_messages_that_are_left(opened):
     broker = opened()
     publisher = broker.publisher(None, Deadline(5))
@@ -38,10 +35,13 @@ def test_closing_the_broker_stores_the_messages_that_are_left(opened):
     assert values(opened(), "orders") == [b"1"]
 
 
-def test_a_publisher_that_is_closed_is_not_kept_until_its_bridge_is_closed(broker):
+def test_a_message_becomes_visible_without_a_flush_and_a_closed_publisher_leaves_nothing_behind(broker):
+    before = threading.active_count()
     publisher = broker.publisher(None, Deadline(5))
     publish(publisher, "orders", b"1")
+    wait_until(lambda: values(broker, "orders") == [b"1"])
     publisher.close(Deadline(5))
+    assert threading.active_count() == before
     kept = weakref.ref(publisher)
     del publisher
     gc.collect()
@@ -173,9 +173,27 @@ def test_a_flush_ends_at_its_deadline(broker, publisher):
     assert values(broker, "orders") == [b"1"]
 
 
-def test_a_publisher_leaves_no_thread_behind(broker):
-    before = threading.active_count()
-    publisher = broker.publisher(None, Deadline(5))
-    publish(publisher, "orders", b"1")
-    publisher.close(Deadline(5))
-    assert threading.active_count() == before
+def test_an_interrupted_send_mixes_no_messages_up_and_a_newer_publisher_resumes(broker):
+    def send(publisher, numbers):
+        for number in numbers:
+            publisher.send(name, b"%d" % number, b"%d" % number, None, None, None, number, Deadline(10))
+
+    point, where = 0, "the first point"
+    while where:
+        point += 1
+        name = f"import-{point}"
+        broker.admin.create_topic(name, 1, Deadline(5))
+        publisher = broker.publisher(name, Deadline(5))
+        with busy(broker):  # so that the messages stay in memory
+            send(publisher, range(3))
+            where = interrupted_at(partial(send, publisher, [3]), point)
+            with suppress(DeliveryFailed):
+                send(publisher, range(3, 6))
+        with suppress(DeliveryFailed):
+            publisher.flush(Deadline(10))
+        newer = broker.publisher(name, Deadline(5))
+        last = newer.last_sequence(name, Deadline(5))
+        send(newer, range(0 if last is None else last + 1, 6))
+        newer.flush(Deadline(10))
+        assert [(m.value, m.key) for m in read(broker, name)] == [(b"%d" % n, b"%d" % n) for n in range(6)], where
+    assert point > 5

@@ -215,14 +215,6 @@ def test_a_partition_that_has_given_all_its_offsets_takes_nothing_more(broker):
     assert offsets(broker, "orders")[-1] == MAX_OFFSET - 1
 
 
-def test_a_writer_that_closes_aborts_what_it_stored(broker):
-    writer = open_writer(broker)
-    begin(writer, "orders", b"1")
-    writer.flush(Deadline(5))
-    writer.close()
-    assert rows(broker, "SELECT * FROM messages") == rows(broker, "SELECT * FROM undecided") == []
-
-
 def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker):
     writer = open_writer(broker)
     begin(writer, "orders", b"1")
@@ -315,24 +307,15 @@ def test_status_of_an_aborted_transaction_stays_aborted_when_the_writer_goes_on(
     assert status(broker, token).state is TokenState.ABORTED
 
 
-def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(opened, clock):
-    broker = opened()
-    writer = open_writer(broker)
-    token = token_of(broker, writer, begin(writer, timeout=60))
-    clock.ahead = 3_600_000
-    assert status(opened(), token).state is TokenState.ABORTED
-    with pytest.raises(errors.TransactionTimedOut):
-        writer.commit(Deadline(5))
-
-
-def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock):
+@pytest.mark.parametrize(("ahead", "error"), [(0, errors.TransactionAborted), (3_600_000, errors.TransactionTimedOut)])
+def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock, ahead, error):
     broker = opened()
     writer = open_writer(broker)
     token = token_of(broker, writer, begin(writer, "orders", b"1", timeout=60))
     clock.ahead = 3_600_000
     assert status(opened(), token).state is TokenState.ABORTED
-    clock.ahead = 0
-    with pytest.raises(errors.TransactionAborted):
+    clock.ahead = ahead
+    with pytest.raises(error):
         writer.commit(Deadline(5))
     assert status(broker, token).state is TokenState.ABORTED
     commit(writer, "orders", b"marker")
@@ -357,22 +340,14 @@ def test_status_of_a_transaction_whose_id_was_opened_anew_is_aborted(opened):
     assert status(broker, token).state is TokenState.ABORTED
 
 
-def test_status_is_unknown_for_ever_once_the_record_is_gone(opened):
-    broker = opened(keep_seconds=0.001)
-    writer = open_writer(broker)
-    token = token_of(broker, writer, begin(writer))
-    writer.commit(Deadline(5))
-    time.sleep(0.01)
-    open_writer(broker)  # an opening cleans up
-    found = status(broker, token)
-    assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
-
-
-def test_the_record_of_a_writer_that_gave_out_no_token_is_deleted_with_the_writer(opened):
+def test_a_writer_that_closes_aborts_what_it_stored_and_without_a_token_deletes_its_record(opened):
     broker = opened()
     writer = open_writer(broker)
     commit(writer, "orders", b"1")
+    begin(writer, "orders", b"2")
+    writer.flush(Deadline(5))
     writer.close()
+    assert (values(broker, "orders"), rows(broker, "SELECT * FROM undecided")) == ([b"1"], [])
     broker.close(Deadline(5))
     assert rows(opened(), "SELECT * FROM writers") == []
 
@@ -387,8 +362,6 @@ def failing(store, *, happens: bool, error: BaseException | None = None, number:
         store._commit = real
         if happens:
             real(connection, what)
-        else:
-            connection.execute("ROLLBACK")
         then()
         raise error or CommitUnclear("the disk refuses")
 
@@ -447,32 +420,22 @@ def test_an_outcome_is_unknown_until_the_file_can_tell_it(broker, happens):
     assert values(broker, "orders") == ([b"1", b"marker"] if happens else [b"marker"])
 
 
-def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome_to_be_asked(broker, monkeypatch):
+@pytest.mark.parametrize(("step", "happens"), [("store", True), ("_commit", False), ("_commit", True)])
+def test_an_interrupted_commit_leaves_the_file_unlocked_and_the_outcome_to_be_asked(broker, monkeypatch, step, happens):
     writer = open_writer(broker)
     transaction = begin(writer, "orders", b"1")
     with monkeypatch.context() as patch:
-        fail_call(patch, writer_module, "store", KeyboardInterrupt, happens=True)
+        fail_call(patch, writer_module if step == "store" else broker.store, step, KeyboardInterrupt, happens=happens)
         with pytest.raises(KeyboardInterrupt):
             writer.commit(Deadline(5))
     token = token_of(broker, writer, transaction)
     commit(open_writer(broker), "orders", b"somebody else")
-    writer.reopen(Deadline(5))
-    assert status(broker, token).state is TokenState.ABORTED
+    stored = step == "_commit" and happens
+    for undone in (TokenState.UNKNOWN, TokenState.ABORTED):
+        assert status(broker, token).state is (TokenState.COMMITTED if stored else undone)
+        writer.reopen(Deadline(5))
     commit(writer, "orders", b"marker")
-    assert values(broker, "orders") == [b"somebody else", b"marker"]
-
-
-def test_an_interrupt_right_after_the_commit_does_not_undo_it(broker):
-    writer = open_writer(broker)
-    transaction = begin(writer, "orders", b"1")
-    failing(broker.store, happens=True, error=KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        writer.commit(Deadline(5))
-    token = token_of(broker, writer, transaction)
-    assert status(broker, token).state is TokenState.COMMITTED
-    writer.reopen(Deadline(5))
-    assert status(broker, token).state is TokenState.COMMITTED
-    assert values(broker, "orders") == [b"1"]
+    assert values(broker, "orders") == [*[b"1"] * stored, b"somebody else", b"marker"]
 
 
 def test_a_topic_that_another_process_deletes_meanwhile_aborts_the_whole_transaction(opened):

@@ -305,7 +305,7 @@ class EmbeddedAdmin(Admin):
         with self._store.reading(connection, deadline):
             deleted = connection.execute("SELECT partition_id FROM garbage").fetchall()
         for (partition,) in deleted:
-            while not self._remove_batch(connection, partition, deadline):
+            while not (self._remove_batch(connection, partition, deadline) or deadline.expired):
                 pass
 
     def _remove_batch(self, connection: FileConnection, partition: int, deadline: Deadline) -> bool:

@@ -247,14 +247,12 @@ class Store:
                     )
                 self._begin(connection, deadline, what)
                 yield connection
-            except BaseException as error:
-                _roll_back(connection)
-                if isinstance(error, sqlite3.Error | UnicodeEncodeError):
-                    raise translate(error, f"{what} in {self.path}") from error
-                raise
+            except (sqlite3.Error, UnicodeEncodeError) as error:
+                raise translate(error, f"{what} in {self.path}") from error
             self._commit(connection, what)
         finally:
             try:
+                _roll_back(connection)  # also if a signal handler's exception came before the commit
                 place.leave()
             finally:
                 connection.leave()
@@ -264,6 +262,7 @@ class Store:
         """Run a block with a snapshot of the file. The block must be short: the log cannot be truncated meanwhile."""
         connection.enter()
         try:
+            _roll_back(connection)  # as in `_begin`
             self._retry(connection, deadline, "reading", _READ_POLL, _begin_snapshot)
             yield connection
         except (sqlite3.Error, UnicodeEncodeError) as error:

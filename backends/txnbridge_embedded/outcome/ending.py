@@ -60,19 +60,15 @@ def _decide_once(connection: FileConnection, transaction: str, decision: Decisio
     if state == "prepared":
         if deadline_at < now_ms():
             decision, reason = Decision.ABORT, "its deadline passed"
-        if decision is Decision.COMMIT:
-            state = commit_prepared(connection, number)
-        else:
-            state = mark_aborted(connection, number, reason)
+        if decision is not Decision.COMMIT:
+            return mark_aborted(connection, number, reason)
+        acks.commit_pending(connection, number)
+        connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
+        connection.execute(
+            "UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number)
+        )
+        return "committed"
     return str(state)
-
-
-def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
-    """Commit a prepared transaction in the caller's write transaction, and return its new state, "committed"."""
-    acks.commit_pending(connection, number)
-    connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
-    connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
-    return "committed"
 
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
@@ -87,33 +83,31 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 
 def abort_open(store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline) -> bool:
     """Abort an open transaction of which a part is stored, and remove that part; return False if it is not open."""
-    aborted = _abort_if(store, connection, transaction, ("open",), reason, deadline)
+    aborted = _abort_if(store, connection, transaction, "state = 'open'", reason, deadline)
     remove_aborted_messages(store, connection, deadline)
     return aborted
 
 
 def _abort_if(
-    store: Store, connection: FileConnection, transaction: str, states: tuple[str, ...], reason: str, deadline: Deadline
+    store: Store, connection: FileConnection, transaction: str, condition: str, reason: str, deadline: Deadline
 ) -> bool:
     with (
         store.events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
     ):
-        row = connection.execute("SELECT number, state FROM transactions WHERE id = ?", (transaction,)).fetchone()
-        if is_there := row is not None and row[1] in states:
+        query = f"SELECT number FROM transactions WHERE id = ? AND {condition}"
+        if (row := connection.execute(query, (transaction,)).fetchone()) is not None:
             mark_aborted(connection, row[0], reason)
-    return is_there
+    return row is not None
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline) -> int:
     """Abort all expired transactions, and return their number; then remove the messages of all aborted transactions."""
+    # It is checked again before the abort, because a prepare that held the file's lock may have moved the deadline.
+    expired = f"ended_at IS NULL AND state IN ('open', 'prepared') AND deadline_at < {now_ms()}"
     with store.reading(connection, deadline):
-        expired = connection.execute(
-            "SELECT id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared') AND deadline_at < ?",
-            (now_ms(),),
-        ).fetchall()
-    why = "its deadline passed"
-    ended = [_abort_if(store, connection, id, ("open", "prepared"), why, deadline) for (id,) in expired]
+        found = connection.execute(f"SELECT id FROM transactions WHERE {expired}").fetchall()
+    ended = [_abort_if(store, connection, id, expired, "its deadline passed", deadline) for (id,) in found]
     remove_aborted_messages(store, connection, deadline)
     return sum(ended)
 
@@ -127,7 +121,7 @@ def remove_aborted_messages(store: Store, connection: FileConnection, deadline: 
             ).fetchall()
         for number, transaction in aborted:
             with store.events.step("step:purge", transaction):
-                while not _remove_batch(store, connection, number, deadline):
+                while not (_remove_batch(store, connection, number, deadline) or deadline.expired):
                     pass
     except TxnBridgeError as error:
         # The abort is decided. Readers wait at the remaining messages until another call has removed them.
@@ -148,26 +142,34 @@ def _remove_batch(store: Store, connection: FileConnection, number: int, deadlin
             )
             return True
         partition, first, last = row
-        if remove_messages(store, connection, partition, first, last) == last:
+        if remove_messages(store, connection, partition, first, last, aborted=True) == last:
             connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", (partition, first))
         return False
 
 
-def remove_messages(store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
-    """Remove messages from the start of a range of offsets, but at most one batch; return the last removed offset."""
+def remove_messages(
+    store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int, *, aborted: bool = False
+) -> int:
+    """Remove messages from the start of a range of offsets, but at most one batch; return the last removed offset.
+
+    With `aborted`, retention by size no longer counts these messages for the messages before them.
+    """
     base, most = partition << OFFSET_BITS, store.settings.timing.removed_rows
-    size = 0
-    rows = connection.execute(
-        "SELECT id, coalesce(length(value), 0) FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-        (base | first, base | last, most),
-    ).fetchall()
-    done = base | last
-    for count, (row_id, length) in enumerate(rows, 1):
+    size, done = 0, base | last
+    lengths = "coalesce(length(value), 0) + coalesce(length(key), 0) + coalesce(length(headers), 0)"
+    query = f"SELECT id, {lengths} FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?"
+    for count, (row_id, length) in enumerate(connection.execute(query, (base | first, done, most)).fetchall(), 1):
         size += length
         if size >= _REMOVED_BYTES or count == most:
             done = row_id
             break
     connection.execute("DELETE FROM messages WHERE id BETWEEN ? AND ?", (base | first, done))
+    if aborted:
+        connection.execute(
+            "UPDATE marks SET bytes = min(bytes + ?, (SELECT bytes FROM partitions WHERE id = partition_id))"
+            " WHERE partition_id = ? AND offset <= ?",
+            (size, partition, done - base),
+        )
     return int(done - base)
 
 

@@ -80,13 +80,9 @@ class SharedReader(GroupReader):
         return {offset: count for offset, count in mine if leased.get(offset) == count}
 
     def _lease_more(self, limit: int, deadline: Deadline) -> None:
-        cursors = [
-            cursor
-            for cursor in self._rotated(self._cursors.values())
-            if not cursor.paused and cursor.bounds.position is not None
-        ]
+        known = [c for c in self._rotated(self._cursors.values()) if not c.paused and c.bounds.position is not None]
         with self._reading(deadline) as connection:
-            cursors = [cursor for cursor in cursors if self._has_messages(connection, cursor)]
+            cursors = [cursor for cursor in known if self._has_messages(connection, cursor)]
         if not cursors:
             return
         leased: dict[Cursor, Leased] = {}

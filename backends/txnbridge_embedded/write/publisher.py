@@ -79,12 +79,18 @@ class EmbeddedPublisher(Publisher):
             topic_id = -1 if sequence is None else self._find_topic(topic).id
             if sequence is not None and sequence <= self._last_taken(topic_id):
                 return
-            self._outgoing.add(topic, value, key, headers, partition, timestamp)
-            if sequence is not None:
-                self._taken[topic_id] = self._sequences[topic_id] = sequence
-            self._sent += 1
-            self._oldest = self._oldest or deadline
-            self._state.notify_all()
+            try:
+                self._outgoing.add(topic, value, key, headers, partition, timestamp)
+                if sequence is not None:
+                    self._taken[topic_id] = self._sequences[topic_id] = sequence
+                self._sent += 1
+                self._oldest = self._oldest or deadline
+                self._state.notify_all()
+            except BaseException as error:
+                if not isinstance(error, errors.TxnBridgeError):  # an interrupt: part of the message may be in memory
+                    self._outgoing.clear()
+                    self._error = errors.DeliveryFailed("a call of `send` was interrupted")
+                raise
 
     def flush(self, deadline: Deadline) -> None:
         with self._state:
@@ -165,9 +171,9 @@ class EmbeddedPublisher(Publisher):
         with self._state:
             if error is None:
                 self._stored = sent
-            self._error = error
+            self._error = self._error or error
             self._state.notify_all()
-        return error is None
+        return self._error is None
 
     def _store_rows(self, rows: list[Rows], sequences: dict[int, int], deadline: Deadline) -> None:
         instance = self._instance or WriterRow(self._owner)
