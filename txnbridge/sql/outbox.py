@@ -109,9 +109,8 @@ class Outbox:
         if isinstance(session, sa.Connection):
             self._store(session, row)
         elif not isinstance(session, orm.Session):
-            raise InvalidOption(
-                f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
-            )
+            text = f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
+            raise InvalidOption(text)
         elif session.get_bind(self._row_class).dialect.is_async and not in_greenlet():
             self._add(session, row)
         else:

@@ -91,15 +91,11 @@ class DatabaseTransactions:
         outbox: Outbox | None,
     ) -> None:
         if not isinstance(database, str | sa.Engine):
-            raise InvalidOption(
-                f"db= is an Engine of SQLAlchemy, or the URL of a database, not {type(database).__name__}"
-            )
+            raise InvalidOption(f"db= is an Engine of SQLAlchemy, or a database's URL, not {type(database).__name__}")
         if outbox is not None and not isinstance(outbox, Outbox):
             raise InvalidOption(f"outbox= is an Outbox, not {type(outbox).__name__}")
         if len(group) > _LONGEST_NAME:
-            raise InvalidOption(
-                f"the name of a group whose positions are in SQL takes at most {_LONGEST_NAME} characters"
-            )
+            raise InvalidOption(f"the name of a group with db= takes at most {_LONGEST_NAME} characters")
         self._connection = connection
         self._begin_ack = begin_ack
         self._topics = topics
