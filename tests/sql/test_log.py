@@ -127,8 +127,9 @@ def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_re
         open_logs(url).decision_log("shop", Deadline(SOON))
     engine = open_engine(url)
     sql_log._logs.drop(engine)
-    with pytest.raises(errors.InvalidOption, match="AUTOCOMMIT"):
-        SqlLogs(engine.execution_options(isolation_level="AUTOCOMMIT")).decision_log("shop", Deadline(SOON))
+    for level, says in (("AUTOCOMMIT", "AUTOCOMMIT"), ("READ UNCOMMITTED", "READ.(UN)?COMMITTED")):
+        with pytest.raises(errors.InvalidOption, match=says):
+            SqlLogs(engine.execution_options(isolation_level=level)).decision_log("shop", Deadline(SOON))
     append(open_logs(url).decision_log("shop", Deadline(SOON)), b"0")
 
 
