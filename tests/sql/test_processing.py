@@ -210,10 +210,21 @@ def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run
 
 
 @pytest.mark.parametrize("outcome", [txnbridge.Outcome.ABORTED, txnbridge.Outcome.UNKNOWN])
-def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, shop, run, outcome):
+def test_messages_whose_acknowledgement_fails_are_not_processed_again(
+    bridge, shop, run, with_timing, monkeypatch, outcome
+):
+    with_timing(database_acks=1.0)
+    seen = []
+
+    def each(message, db):
+        seen.append(message)
+        record(message, db)
+        assert len(seen) != 2  # so the first pass has two commits, and the first of them an acknowledgement
+
     feed(bridge, *numbers(6))
+    fail_call(monkeypatch, bridge, "transaction", txnbridge.BrokerUnavailable("a test says so"), number=1)
     with next_commit(bridge, outcome, happened=False):
-        assert run(record, max_messages=2).messages == 6
+        assert run(each, max_messages=2).messages == 6
     assert sorted(done(shop.database)) == numbers(6)
     assert all_is_acknowledged(bridge)
     bridge.admin.reset_group("g", "earliest")

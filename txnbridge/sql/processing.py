@@ -150,8 +150,9 @@ class DatabaseTransactions:
         ]
         if not again:
             return list(messages)
-        self.acknowledge_later(again, self._connection.timeout)
         known = {message[:3] for message in again}
+        self._processed = [message for message in self._processed if message[:3] not in known]
+        self.acknowledge_later(again, self._connection.timeout)
         return [message for message in messages if message[:3] not in known]
 
     def _read(self, connection: sa.Connection) -> dict[Partition, _Stored]:
@@ -272,15 +273,14 @@ class DatabaseTransactions:
             self.acknowledge(timeout)
 
     def acknowledge(self, timeout: float) -> None:
-        """Acknowledge processed messages at the broker. If that fails, they are delivered and acknowledged again."""
+        """Acknowledge processed messages at the broker. If that fails, a later call does, also if they come again."""
         # Messages of an assignment that has ended come to another member, which knows them by their positions.
-        here = [message for message in self._processed if not message.source.ended]
-        self._processed = []
+        self._processed = here = [m for m in self._processed if not m.source.ended and m.position in m.source.out]
         if not here:
             return
         try:
             with self._begin_ack(timeout=timeout) as txn:
-                self._acknowledging = txn
+                self._acknowledging, self._processed = txn, []
                 txn.ack(here)
         except Fenced:
             raise
