@@ -170,6 +170,23 @@ def test_a_session_with_two_databases_is_refused(engine, open_engine, tmp_path, 
     assert count(engine) == 0
 
 
+@pytest.mark.parametrize(("level", "says"), [("AUTOCOMMIT", "AUTOCOMMIT"), ("SERIALIZABLE", "two databases")])
+def test_an_async_session_that_commits_each_statement_or_twice_is_refused(asynchronous, tmp_path, level, says):
+    own, engine = asynchronous
+    other = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'sales.db'}")
+
+    async def order():
+        async with AsyncSession(own.execution_options(isolation_level=level), binds={Sale: other}) as session:
+            await session.execute(sa.select(1), bind_arguments={"mapper": Sale})
+            outbox().send(session, TOPIC, b"1")
+            with pytest.raises(InvalidOption, match=says):
+                await session.commit()
+        await asyncio.gather(own.dispose(), other.dispose())
+
+    asyncio.run(order())
+    assert count(engine) == 0
+
+
 def test_an_async_session_commits_no_message_that_it_was_told_to_forget(asynchronous):
     own, engine = asynchronous
 

@@ -56,6 +56,7 @@ class Outbox:
         self._insert_in_order = _insert_in_order(self.rows)
         self._row_class: Any = type("PendingRow", (_PendingRow,), {})
         orm.registry(metadata=metadata).map_imperatively(self._row_class, self.rows)
+        sa.event.listen(self._row_class, "before_insert", self._check_flushed)
 
     def __repr__(self) -> str:
         return f"Outbox({self.name!r})"
@@ -120,13 +121,20 @@ class Outbox:
             self._store(connection, row)
 
     def _store(self, connection: sa.Connection, row: dict[str, Any]) -> None:
+        self._require_transaction(connection)
+        statement, row = self._statement(connection.dialect, row)
+        connection.execute(statement, row)
+
+    def _require_transaction(self, connection: sa.Connection) -> None:
         if commits_each_statement(connection):
             raise InvalidOption(
                 f"outbox {self.name!r} needs a transaction, but this connection commits each statement by itself"
                 " (AUTOCOMMIT): a message would be published although its transaction is rolled back"
             )
-        statement, row = self._statement(connection.dialect, row)
-        connection.execute(statement, row)
+
+    def _check_flushed(self, _: object, connection: sa.Connection, made: _PendingRow) -> None:
+        self._require_transaction(connection)
+        _require_one_database(orm.object_session(made), connection)  # type: ignore[arg-type]
 
     def _add(self, session: Any, row: Mapping[str, Any]) -> None:
         """Let a session store a row when it is flushed, and refuse a commit if the session has forgotten the row."""
