@@ -192,17 +192,18 @@ def _refuse_second_database(session: orm.Session, _: object, connection: sa.Conn
 
 def _note_forgotten(session: orm.Session, made: object) -> None:
     if isinstance(made, _PendingRow):
-        session.info[_PendingRow] = True
+        session.info.setdefault(_PendingRow, session.get_nested_transaction() or session.get_transaction())
 
 
 def _end_transaction(session: orm.Session, transaction: orm.SessionTransaction) -> None:
-    session.info.pop(_PendingRow, None)  # a rollback, also of a savepoint, forgets rows rightly
+    if transaction.parent is None or session.info.get(_PendingRow) is transaction:  # not at the end of a flush
+        session.info.pop(_PendingRow, None)  # a rollback, also of a savepoint, forgets rows rightly
     if transaction.parent is None:
         session.info.pop(Outbox, None)
 
 
 def _refuse_commit(session: orm.Session) -> None:
-    if session.info.pop(_PendingRow, None):
+    if _PendingRow in session.info:
         raise InvalidState(
             "the session was told to forget a message of an outbox (expunge) before it was flushed, so it does not"
             " commit: flush before, or send inside run_sync"
