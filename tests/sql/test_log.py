@@ -119,7 +119,9 @@ def test_logs_whose_names_differ_by_case_an_accent_or_a_space_are_different_logs
     assert [read(log) for log in logs] == [[((0,), b"%d" % number)] for number in range(4)]
 
 
-def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_refused(url, open_logs, open_engine):
+def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_refused(
+    url, open_logs, open_engine, careless
+):
     if url.startswith("postgresql"):
         pytest.skip("PostgreSQL compares exactly")
     confuse_names(url, sql_log._logs)
@@ -127,8 +129,11 @@ def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_re
         open_logs(url).decision_log("shop", Deadline(SOON))
     engine = open_engine(url)
     sql_log._logs.drop(engine)
-    with pytest.raises(errors.InvalidOption, match="AUTOCOMMIT"):
-        SqlLogs(engine.execution_options(isolation_level="AUTOCOMMIT")).decision_log("shop", Deadline(SOON))
+    for level, says in (("AUTOCOMMIT", "AUTOCOMMIT"), ("READ UNCOMMITTED", "READ.(UN)?COMMITTED")):
+        with pytest.raises(errors.InvalidOption, match=says):
+            SqlLogs(engine.execution_options(isolation_level=level)).decision_log("shop", Deadline(SOON))
+    with pytest.raises(errors.InvalidOption, match="synchronous"):
+        SqlLogs(careless).decision_log("any", Deadline(SOON))
     append(open_logs(url).decision_log("shop", Deadline(SOON)), b"0")
 
 
@@ -210,11 +215,6 @@ def test_a_database_that_cannot_be_is_refused(database, error, match):
 def test_a_name_that_is_too_long_is_refused(url, open_logs):
     with pytest.raises(errors.InvalidOption, match="255"):
         open_logs(url).decision_log("x" * 256, Deadline(SOON))
-
-
-def test_sqlite_that_does_not_wait_for_the_disk_is_refused(careless):
-    with pytest.raises(errors.InvalidOption, match="synchronous"):
-        SqlLogs(careless).decision_log("any", Deadline(SOON))
 
 
 @pytest.mark.live

@@ -299,10 +299,7 @@ class Processor(ConnectionUser):
 
     def _use_database(self, db: str | Engine, outbox: Outbox | None) -> None:
         if outbox is None and (self._dead_letters.topic is not None or self._retries.topics):
-            raise errors.InvalidOption(
-                "with db=, dead letters and messages for a retry are sent in the database's transaction: they need"
-                " outbox="
-            )
+            raise errors.InvalidOption("with db=, dead letters and messages for a retry use a relay: set outbox=")
         from txnbridge.sql.processing import DatabaseTransactions
 
         names = [*(topic.name for topic in self._topics), *self._retries.topics]
@@ -903,8 +900,7 @@ class Processor(ConnectionUser):
         self._add(messages=len(done) - done.notes, transactions=1, dead_letters=len(dead), delayed=len(delayed))
 
     def _add(self, **more: int) -> None:
-        before = self._stats._asdict()
-        self._stats = self._stats._replace(**{name: before[name] + count for name, count in more.items()})
+        self._stats = self._stats._replace(**{name: getattr(self._stats, name) + more[name] for name in more})
         self._connection.events.emit("processor.count", "after", None, **self._names, **more)
 
 

@@ -430,8 +430,9 @@ def _require_durable(connection: sa.Connection, what: str, deadline: Deadline) -
     if dialect.name == "sqlite":
         if not connection.exec_driver_sql("PRAGMA database_list").all()[0][2]:  # the file of "main"
             raise errors.InvalidOption(_not_outliving(what))
-        if int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
-            raise errors.InvalidOption(f"{what} needs SQLite with PRAGMA synchronous=FULL")
+        careless = connection.exec_driver_sql("PRAGMA read_uncommitted").scalar()  # by a cache that others share
+        if careless or int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
+            raise errors.InvalidOption(f"{what} needs SQLite with PRAGMA synchronous=FULL, not READ UNCOMMITTED")
         try:
             if isinstance(driver := connection.connection.driver_connection, sqlite3.Connection):
                 within(deadline, driver.cursor)
@@ -455,6 +456,7 @@ def _require_durable_mariadb(connection: sa.Connection, what: str) -> None:
         # Without that a crash may lose the end of the binary log, and then InnoDB rolls its transactions back.
         (settings["log_bin"] == "ON" and settings["sync_binlog"] != "1", "sync_binlog=1, because it has a binary log"),
         ("STRICT" not in settings["sql_mode"], "a strict sql_mode, such as STRICT_TRANS_TABLES"),
+        (settings.get("tx_isolation") == "READ-UNCOMMITTED", "tx_isolation=READ-COMMITTED, or a higher one"),
         (settings["read_only"] == "ON", "read_only=OFF: this server is a replica"),
         # A commit on one node is not seen on the others at once.
         (settings.get("wsrep_on") == "ON", "wsrep_on=OFF: a cluster of Galera is not supported"),

@@ -56,6 +56,7 @@ class Outbox:
         self._insert_in_order = _insert_in_order(self.rows)
         self._row_class: Any = type("PendingRow", (_PendingRow,), {})
         orm.registry(metadata=metadata).map_imperatively(self._row_class, self.rows)
+        sa.event.listen(self._row_class, "before_insert", self._check_flushed)
 
     def __repr__(self) -> str:
         return f"Outbox({self.name!r})"
@@ -109,9 +110,8 @@ class Outbox:
         if isinstance(session, sa.Connection):
             self._store(session, row)
         elif not isinstance(session, orm.Session):
-            raise InvalidOption(
-                f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
-            )
+            text = f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
+            raise InvalidOption(text)
         elif session.get_bind(self._row_class).dialect.is_async and not in_greenlet():
             self._add(session, row)
         else:
@@ -121,13 +121,20 @@ class Outbox:
             self._store(connection, row)
 
     def _store(self, connection: sa.Connection, row: dict[str, Any]) -> None:
+        self._require_transaction(connection)
+        statement, row = self._statement(connection.dialect, row)
+        connection.execute(statement, row)
+
+    def _require_transaction(self, connection: sa.Connection) -> None:
         if commits_each_statement(connection):
             raise InvalidOption(
                 f"outbox {self.name!r} needs a transaction, but this connection commits each statement by itself"
                 " (AUTOCOMMIT): a message would be published although its transaction is rolled back"
             )
-        statement, row = self._statement(connection.dialect, row)
-        connection.execute(statement, row)
+
+    def _check_flushed(self, _: object, connection: sa.Connection, made: _PendingRow) -> None:
+        self._require_transaction(connection)
+        _require_one_database(orm.object_session(made), connection)  # type: ignore[arg-type]
 
     def _add(self, session: Any, row: Mapping[str, Any]) -> None:
         """Let a session store a row when it is flushed, and refuse a commit if the session has forgotten the row."""
@@ -185,17 +192,18 @@ def _refuse_second_database(session: orm.Session, _: object, connection: sa.Conn
 
 def _note_forgotten(session: orm.Session, made: object) -> None:
     if isinstance(made, _PendingRow):
-        session.info[_PendingRow] = True
+        session.info.setdefault(_PendingRow, session.get_nested_transaction() or session.get_transaction())
 
 
 def _end_transaction(session: orm.Session, transaction: orm.SessionTransaction) -> None:
-    session.info.pop(_PendingRow, None)  # a rollback, also of a savepoint, forgets rows rightly
+    if transaction.parent is None or session.info.get(_PendingRow) is transaction:  # not at the end of a flush
+        session.info.pop(_PendingRow, None)  # a rollback, also of a savepoint, forgets rows rightly
     if transaction.parent is None:
         session.info.pop(Outbox, None)
 
 
 def _refuse_commit(session: orm.Session) -> None:
-    if session.info.pop(_PendingRow, None):
+    if _PendingRow in session.info:
         raise InvalidState(
             "the session was told to forget a message of an outbox (expunge) before it was flushed, so it does not"
             " commit: flush before, or send inside run_sync"

@@ -91,15 +91,11 @@ class DatabaseTransactions:
         outbox: Outbox | None,
     ) -> None:
         if not isinstance(database, str | sa.Engine):
-            raise InvalidOption(
-                f"db= is an Engine of SQLAlchemy, or the URL of a database, not {type(database).__name__}"
-            )
+            raise InvalidOption(f"db= is an Engine of SQLAlchemy, or a database's URL, not {type(database).__name__}")
         if outbox is not None and not isinstance(outbox, Outbox):
             raise InvalidOption(f"outbox= is an Outbox, not {type(outbox).__name__}")
         if len(group) > _LONGEST_NAME:
-            raise InvalidOption(
-                f"the name of a group whose positions are in SQL takes at most {_LONGEST_NAME} characters"
-            )
+            raise InvalidOption(f"the name of a group with db= takes at most {_LONGEST_NAME} characters")
         self._connection = connection
         self._begin_ack = begin_ack
         self._topics = topics
@@ -154,8 +150,9 @@ class DatabaseTransactions:
         ]
         if not again:
             return list(messages)
-        self.acknowledge_later(again, self._connection.timeout)
         known = {message[:3] for message in again}
+        self._processed = [message for message in self._processed if message[:3] not in known]
+        self.acknowledge_later(again, self._connection.timeout)
         return [message for message in messages if message[:3] not in known]
 
     def _read(self, connection: sa.Connection) -> dict[Partition, _Stored]:
@@ -276,15 +273,14 @@ class DatabaseTransactions:
             self.acknowledge(timeout)
 
     def acknowledge(self, timeout: float) -> None:
-        """Acknowledge processed messages at the broker. If that fails, they are delivered and acknowledged again."""
+        """Acknowledge processed messages at the broker. If that fails, a later call does, also if they come again."""
         # Messages of an assignment that has ended come to another member, which knows them by their positions.
-        here = [message for message in self._processed if not message.source.ended]
-        self._processed = []
+        self._processed = here = [m for m in self._processed if not m.source.ended and m.position in m.source.out]
         if not here:
             return
         try:
             with self._begin_ack(timeout=timeout) as txn:
-                self._acknowledging = txn
+                self._acknowledging, self._processed = txn, []
                 txn.ack(here)
         except Fenced:
             raise

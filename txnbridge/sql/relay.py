@@ -535,10 +535,8 @@ class Relay(Service):
             raise errors.OutcomeUnknown("the outcome of a batch is not known yet", token=token)
         else:
             with self._fewer_if_slow(), self._connection.events.step("outbox.delete"):
-                keep, deadline = self._keep is not None, self._connection.deadline()
-                self._waiting = self._store.end_batch(
-                    token, batch, self._relay, keep, self._limit, self._ordered, deadline
-                )
+                how = self._keep is not None, self._limit, self._ordered, self._connection.deadline()
+                self._waiting = self._store.end_batch(token, batch, self._relay, *how)
             if self._waiting is not None:  # no other relay has ended the batch
                 self._add(published=sum(last - first + 1 for first, last in _parsed(batch)), batches=1)
 
@@ -555,8 +553,7 @@ class Relay(Service):
             self._add(parked=1)
 
     def _add(self, **more: int) -> None:
-        before = self._stats._asdict()
-        self._stats = self._stats._replace(**{name: before[name] + count for name, count in more.items()})
+        self._stats = self._stats._replace(**{name: getattr(self._stats, name) + more[name] for name in more})
         self._connection.events.emit("relay.count", "after", None, service=self._name, **more)
 
 
