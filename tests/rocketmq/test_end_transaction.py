@@ -976,6 +976,13 @@ def test_an_abort_answered_to_a_check_back_drops_no_published_message(owner, oth
     assert broker.seen("a") == [b"1"]
 
 
+def test_the_index_is_not_waited_for_if_nobody_can_have_published_an_old_half_message_since(owner, broker, log):
+    put = RocketMQHalfStore(owner.ender).put(half(1, 100), Deadline(60))
+    broker.halves[0].born -= 100_000_000
+    patient = RocketMQHalfStore(Process(broker, log, "patient", index_delay=60.0).ender)
+    assert patient.end(replace(put, how={**put.how, "fresh": []}), Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_decided_messages_are_published_once_in_order_whatever_is_lost_and_whoever_dies(seed):
     assert what_went_wrong(seed) == []
