@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from txnbridge.errors import InvalidOption, InvalidState, NotFound
 from txnbridge.spi import Deadline, Outcome
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.broker_evidence import first_open_message, proof_of_commit, topics_but_canary
 from txnbridge_pulsar.outcome.forgotten_transactions import (
     end_on_topics,
@@ -34,9 +34,8 @@ def held_back(cluster: ClusterAccess, deadline: Deadline) -> Iterator[tuple[str,
     Topics that no broker has loaded are left out, because they have no readers.
     """
     coordinators = load_coordinators(cluster, deadline)
-    topics = topics_but_canary(cluster, deadline)
-    found = in_parallel(lambda topic: oldest_open(cluster.rest, topic, deadline), topics)
-    for topic, txn in zip(topics, found, strict=True):
+    for topic in topics_but_canary(cluster, deadline):
+        txn = oldest_open(cluster.rest, topic, deadline)
         if txn is not None and first_if_forgotten(cluster, topic, txn, coordinators, deadline):
             yield topic, txn
 
