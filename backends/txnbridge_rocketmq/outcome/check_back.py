@@ -161,7 +161,7 @@ class CheckBackHandler:
             return False
         topics = [HalfCount(topic, broker, 1)]
         if twice:
-            return was_published(self._ender, transaction, topics, deadline, half)
+            return was_published(self._ender, transaction, topics, deadline)
         return not self._ender.missing(transaction, topics, deadline)
 
     def _is_own(self, half: MessageExt) -> bool:

@@ -156,38 +156,35 @@ def is_published(
     """
     if not ender.missing(transaction, topics, deadline):
         return True
-    half, timing = ender.only_half(transaction, topics, deadline), ender.cluster.settings.timing
-    last = half.born_time + 1000 * immunity(ender.cluster.brokers.config(topics[0].broker, deadline))
-    while not asked and not is_over(last, timing.clocks_differ):
+    half = ender.only_half(transaction, topics, deadline)
+    immune = immunity(ender.cluster.brokers.config(topics[0].broker, deadline))
+    while not asked and not is_over(half.born_time + 1000 * immune, ender.cluster.settings.timing.clocks_differ):
         deadline.check("waiting until another process can no longer publish the message")
         time.sleep(_PROGRESS_POLL_SECONDS)
         if not ender.missing(transaction, topics, deadline):
             return True
-    is_indexed = is_over(last, timing.clocks_differ + timing.index_delay)
-    return was_published(ender, transaction, topics, deadline, half, is_indexed)
+    return was_published(ender, transaction, topics, deadline, half)
 
 
 def was_published(
-    ender: HalfEnder,
-    transaction: str,
-    topics: Sequence[HalfCount],
-    deadline: Deadline,
-    half: MessageExt | None = None,
-    is_indexed: bool = False,
+    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, half: MessageExt | None = None
 ) -> bool:
     """Return whether the message of a transaction of one message is published. Look twice: the index may lag behind.
 
-    `half` is a copy of its half, if the caller has it; with `is_indexed` it is so old that one look is enough. Raise
+    `half` is a copy of its half, if the caller has it: if it is older than the immunity time, one look is enough. Raise
     `EvidenceLost` if the message may have been published and dropped by age, so that nothing may be decided any more
     (hazard H135).
     """
+    timing, immune = ender.cluster.settings.timing, immunity(ender.cluster.brokers.config(topics[0].broker, deadline))
+    is_indexed = half is not None and is_over(half.born_time + 1000 * immune, timing.clocks_differ + timing.index_delay)
     if not ender.missing(transaction, topics, deadline):
         return True
     if not is_indexed:
-        time.sleep(min(ender.cluster.settings.timing.index_delay, deadline.left()))
+        time.sleep(min(timing.index_delay, deadline.left()))
         if not ender.missing(transaction, topics, deadline):
             return True
-    ender.require_kept(topics[0].broker, half or ender.only_half(transaction, topics, deadline), deadline)
+    half = half or ender.only_half(transaction, topics, deadline)
+    ender.require_kept(topics[0].broker, half, deadline)
     return False
 
 
