@@ -127,15 +127,6 @@ def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, 
     assert broker.seen("a") == VALUES
 
 
-def test_a_writer_whose_addresses_are_too_old_looks_for_its_half_messages_first(owner, broker):
-    writer = stored(owner)
-    broker.ask()  # without a response: the writer's addresses are of old copies now
-    broker.late = True
-    writer.commit(Deadline(60))
-    assert broker.seen("a") == VALUES
-    assert not broker.open
-
-
 NOT_PLAINLY_STORED = [
     "lose request",
     "lose answer",
@@ -145,32 +136,19 @@ NOT_PLAINLY_STORED = [
 ]
 
 
-def fail_to_store_one(broker: HalfBroker, fault: str | int) -> None:
+@pytest.mark.parametrize("hold", [None, 60], ids=["commit", "prepare"])
+@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
+def test_a_transaction_with_a_half_that_is_not_plainly_stored_is_aborted(owner, other, broker, fault, hold):
+    writer: Any = owner.begin(hold=hold)
     once(broker, RequestCode.SEND_MESSAGE_V2, fault, 3)
     if fault == ResponseCode.FLUSH_DISK_TIMEOUT:
         broker.fault = stored_but(broker)
-
-
-@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
-def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, fault):
-    writer = owner.begin()
-    fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
     with pytest.raises(errors.AccessDenied if fault == ResponseCode.NO_PERMISSION else errors.DeliveryFailed):
-        writer.commit(Deadline(60))
-    answer_all(other, broker)
-    assert broker.published == []
-
-
-@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
-def test_a_transaction_with_a_half_message_not_plainly_stored_is_not_prepared(owner, other, broker, fault):
-    writer = owner.begin(hold=60)
-    fail_to_store_one(broker, fault)
-    send(writer, "a", *VALUES)
-    with pytest.raises(errors.AccessDenied if fault == ResponseCode.NO_PERMISSION else errors.DeliveryFailed):
-        writer.prepare(Deadline(60))
-    with pytest.raises(errors.InvalidToken, match="never prepared"):
-        finish(other, token_of(owner, 1, writer))
+        writer.prepare(Deadline(60)) if hold else writer.commit(Deadline(60))
+    if hold:
+        with pytest.raises(errors.InvalidToken, match="never prepared"):
+            finish(other, token_of(owner, 1, writer))
     answer_all(other, broker)
     assert broker.published == []
 
@@ -280,9 +258,10 @@ def test_check_backs_get_no_answer_while_the_transaction_is_undecided(owner, oth
     for _ in range(3):
         other.checks.answer(broker.ask())
     assert len(broker.open) == len(VALUES)
-    broker.late = True
+    broker.late = True  # the writer's addresses are of old copies now
     writer.commit(Deadline(60))
     assert broker.seen("a") == VALUES
+    assert not broker.open
 
 
 def test_one_look_at_the_log_answers_all_check_backs_of_a_transaction(owner, other, broker, log, monkeypatch):
@@ -364,14 +343,6 @@ def test_a_process_aborts_by_the_clock_only_after_the_time_by_which_clocks_may_d
 
 def refuse(record: bytes, deadline: Deadline) -> Any:
     raise errors.BrokerUnavailable("not now")
-
-
-def test_a_published_message_that_is_asked_about_is_not_published_again(owner, other, broker):
-    writer = written(owner)
-    writer.commit(Deadline(60))
-    broker.open.update(half.queue_offset for half in broker.halves)  # the broker has lost the op messages
-    answer_all(other, broker)
-    assert broker.seen("a") == VALUES
 
 
 def test_a_bridge_looks_again_at_discarded_half_messages_while_its_log_or_another_broker_fails(owner, broker, log):
@@ -571,15 +542,13 @@ def test_a_process_that_falls_asleep_while_it_publishes_looks_again_when_it_wake
 
 def test_messages_published_by_another_process_right_after_the_decision_are_not_repeated(owner, other, broker):
     token = prepared(owner)
-    answer = broker.answer
 
-    def let_the_other_publish(request: RpcRequest[Any]) -> Any:
+    def let_the_other_publish(request: RpcRequest[Any]) -> None:
         if request.code == RequestCode.LOCK_BATCH_MQ:  # the first request behind the claim
-            broker.answer = answer
+            broker.fault = lambda request: None
             assert finish(other, token) is Outcome.COMMITTED
-        return answer(request)
 
-    broker.answer = let_the_other_publish
+    broker.fault = let_the_other_publish
     assert finish(owner, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
@@ -713,12 +682,9 @@ def test_a_log_that_has_lost_its_evidence_keeps_no_transactions_from_being_liste
 
 def test_a_token_past_its_hold_only_aborts(owner, other, broker):
     token = prepared(owner, hold=0.0)
-    other_clock = pytest.MonkeyPatch()
-    other_clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
-    try:
+    with pytest.MonkeyPatch.context() as clock:
+        clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
         assert finish(other, token) is Outcome.ABORTED
-    finally:
-        other_clock.undo()
     assert finish(other, token) is Outcome.ABORTED
     assert broker.published == []
     assert not broker.open
@@ -731,18 +697,19 @@ def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker
         finish(other, token)
 
 
-def swallow(broker: HalfBroker) -> None:
-    """From now on, answer success to the end of each half, and do nothing."""
+@pytest.mark.parametrize("looked", [True, False], ids=["by a look", "before the next, because no look was answered"])
+def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good(owner, broker, looked):
+    writer = stored(owner)
     always(broker, RequestCode.END_TRANSACTION, 0)
-
-
-def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good(owner, broker):
-    swallow(broker)
-    writer = written(owner)
-    with pytest.raises(errors.OutcomeUnknown, match="proxy"):
-        writer.commit(Deadline(60))
+    swallows = broker.fault
+    if not looked:
+        broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
+    with pytest.raises(errors.OutcomeUnknown, match="proxy" if looked else "it is committed"):
+        writer.commit(Deadline(60 if looked else 0.3))
+    broker.fault = swallows
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
-    assert status(owner, token) is TokenState.UNKNOWN
+    if looked:
+        assert status(owner, token) is TokenState.UNKNOWN
     with pytest.raises(errors.BrokerUnavailable, match="proxy"):
         writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     broker.fault = lambda request: None
@@ -752,27 +719,11 @@ def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good
 
 
 def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(owner, broker):
-    swallow(broker)
-    swallowed, lost = broker.fault, iter(["lose request"])
-    broker.fault = lambda request: next(lost, 0) if swallowed(request) == 0 else None
+    lost = iter(["lose request"])
+    broker.fault = lambda request: next(lost, 0) if request.code == RequestCode.END_TRANSACTION else None
     writer = written(owner)
     with pytest.raises(errors.OutcomeUnknown, match="proxy"):
         writer.commit(Deadline(60))
-
-
-def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next(owner, broker):
-    swallow(broker)
-    swallows = broker.fault
-    writer = stored(owner)
-    broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
-    with pytest.raises(errors.OutcomeUnknown, match="it is committed"):
-        writer.commit(Deadline(0.3))
-    broker.fault = swallows
-    with pytest.raises(errors.BrokerUnavailable, match="proxy"):
-        writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
-    broker.fault = lambda request: None
-    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
-    assert broker.seen("a") == VALUES
 
 
 def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, other, broker):
