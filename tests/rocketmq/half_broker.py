@@ -331,6 +331,23 @@ def send(writer: RocketMQWriter, topic: str, *values: bytes) -> None:
         writer.send(topic, value, None, None, 0, None)
 
 
+def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
+    """Let the `nth` request of a kind meet a fault."""
+    count = 0
+
+    def found(request: RpcRequest[Any]) -> str | int | None:
+        nonlocal count
+        count += request.code == code
+        return fault if request.code == code and count == nth else None
+
+    broker.fault = found
+
+
+def wait_for_deadline(writer: Any) -> None:
+    while time.time() * 1000 <= writer.evidence().expires_at:
+        time.sleep(0.001)
+
+
 def choose(random: random.Random, **chances: float) -> str | None:
     """Return one of the names, each with its probability; None otherwise."""
     draw = random.random()

@@ -27,7 +27,17 @@ import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls, note_calls, raising
 from tests.interrupts import interrupted_everywhere
-from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, choose, same_hash, send
+from tests.rocketmq.half_broker import (
+    HOME,
+    HalfBroker,
+    Killed,
+    Process,
+    choose,
+    once,
+    same_hash,
+    send,
+    wait_for_deadline,
+)
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
 from txnbridge._decisions.ledger import LogLedger
@@ -56,18 +66,6 @@ def other(broker: HalfBroker, log: MemoryLog) -> Process:
     return Process(broker, log, "other")
 
 
-def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
-    """Let the `nth` request of a kind meet a fault."""
-    count = 0
-
-    def found(request: RpcRequest[Any]) -> str | int | None:
-        nonlocal count
-        count += request.code == code
-        return fault if request.code == code and count == nth else None
-
-    broker.fault = found
-
-
 def always(broker: HalfBroker, code: int, fault: str | int) -> None:
     """Let all requests of a kind meet a fault."""
     broker.fault = lambda request: fault if request.code == code else None
@@ -94,11 +92,6 @@ def answer_all(process: Process, broker: HalfBroker) -> None:
         assert not until.expired, "halves are still open"
         process.checks.answer(broker.ask())
         time.sleep(0.02)
-
-
-def wait_for_deadline(writer: Any) -> None:
-    while time.time() * 1000 <= writer.evidence().expires_at:
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("id", ["a\x01b", "\ud800"], ids=ascii)

@@ -191,14 +191,6 @@ def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
     assert isinstance(cursor.fault, PositionLost) and "ends at 2" in str(cursor.fault)
 
 
-def test_a_seek_ends_a_fault():
-    cursor, broker = reading(PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
-    go(cursor, broker)
-    cursor.continue_at(VerifiableOffset(7))
-    broker.pulls.append(found(record(7), begin=7, end=8))
-    assert go(cursor, broker) == [(7, b"x", 1)]
-
-
 def test_the_deliveries_of_a_message_are_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
@@ -216,12 +208,10 @@ def test_an_answer_to_a_request_from_before_a_seek_counts_for_nothing():
 
 
 def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
-    cursor, broker = reading(ErrorResponse(16, "no", "reading"))
-    go(cursor, broker)
-    assert isinstance(cursor.fault, AccessDenied)
-    cursor, broker = reading(ErrorResponse(17, "deleted", "reading"))
-    go(cursor, broker)
-    assert isinstance(cursor.fault, NotFound)
+    for code, kind in ((16, AccessDenied), (17, NotFound)):
+        cursor, broker = reading(ErrorResponse(code, "no", "reading"))
+        go(cursor, broker)
+        assert isinstance(cursor.fault, kind)
     cursor, broker = reading(Disconnected("gone"), found(record(0), end=1))
     assert go(cursor, broker) == []
     assert cursor.fault is None and cursor.is_cut_off
