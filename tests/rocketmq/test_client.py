@@ -18,10 +18,9 @@ from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
 from txnbridge_rocketmq.client.retry import retry_call
 
 from tests.in_time import within
-from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
+from tests.rocketmq.kit import LONG, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
 from txnbridge.spi import Deadline
 
-LONG = 30.0
 SHORT = 0.3
 SHOP = Membership(frozenset({"shop"}))
 

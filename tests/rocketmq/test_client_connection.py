@@ -20,9 +20,8 @@ from txnbridge_rocketmq.client.transport import TCP_OPTIONS
 
 from tests.failing import answer_calls
 from tests.in_time import GRACE, within
-from tests.rocketmq.kit import ANSWER, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads
+from tests.rocketmq.kit import ANSWER, LONG, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 
-LONG = 30.0
 SHORT = 0.2
 
 

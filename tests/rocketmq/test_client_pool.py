@@ -24,14 +24,13 @@ from txnbridge_rocketmq.client.transport import TCP_OPTIONS
 
 from tests.in_time import within
 from tests.interrupts import interrupted_at
-from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, frame, our_threads
+from tests.rocketmq.kit import ANSWER, LONG, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 from tests.rocketmq.test_client_connection import DEEDS
 from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
 from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
 
-LONG = 30.0
 SHORT = 0.2
 
 
