@@ -27,17 +27,7 @@ import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls, note_calls, raising
 from tests.interrupts import interrupted_everywhere
-from tests.rocketmq.half_broker import (
-    HOME,
-    HalfBroker,
-    Killed,
-    Process,
-    choose,
-    once,
-    same_hash,
-    send,
-    wait_for_deadline,
-)
+from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, once, same_hash, send, wait_for_deadline
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
 from txnbridge._decisions.ledger import LogLedger
@@ -965,7 +955,7 @@ def what_went_wrong(seed: int) -> list[str]:
 
 def faults(chance: random.Random) -> Any:
     def fault(request: RpcRequest[Any]) -> str | int | None:
-        found = choose(chance, lose_request=0.03, lose_answer=0.03, busy=0.02, killed=0.02)
+        (found,) = chance.choices([None, "lose request", "lose answer", "busy", "killed"], [90, 3, 3, 2, 2])
         if found == "killed":
             raise Killed
         if request.code not in (RequestCode.END_TRANSACTION, RequestCode.SEND_MESSAGE_V2):
