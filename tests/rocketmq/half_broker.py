@@ -241,7 +241,8 @@ class _Call:
         fault = broker.fault(request)
         self._heard = fault is None or isinstance(fault, int)
         if isinstance(fault, int):
-            self._answer = RemotingCommand(fault, 0, 1)
+            kept = fault == ResponseCode.FLUSH_DISK_TIMEOUT  # the broker has stored it, but not on its disk
+            self._answer = RemotingCommand(fault, 0, 1, broker.answer(request).fields if kept else {})
         elif fault != "lose request":
             self._answer = broker.answer(request)
 
