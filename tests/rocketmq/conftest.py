@@ -18,12 +18,12 @@ from txnbridge_rocketmq.settings import RocketMQSettings, RocketMQTiming, parse_
 
 import txnbridge
 from tests.rocketmq import writing_kit
+from tests.rocketmq.kit import LONG
 from tests.rocketmq.reading_kit import new_topic
 from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 
 HERE = Path(__file__).parent
-LONG = 30.0
 _UPDATE_BROKER_CONFIG = 25  # a request code that only tests need
 # Only with --full: all but one of the suite's kill walks, most random runs, and tests that take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"

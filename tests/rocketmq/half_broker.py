@@ -1,7 +1,6 @@
 """A broker of a few lines that keeps halves as RocketMQ does: it publishes a half again at each commit."""
 
 import json
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.writer import RocketMQPreparedWriter, RocketMQWriter
 
 from tests.core.decisions_kit import MemoryLog
-from tests.rocketmq.kit import context_for, pairs, settings_for, stored
+from tests.rocketmq.kit import context_for, java_hash, pairs, settings_for, stored
 from txnbridge._decisions.decisions import Decisions
 from txnbridge.spi import Begin, Deadline, Identity
 
@@ -205,14 +204,6 @@ def _ok(**fields: object) -> RemotingCommand:
     return RemotingCommand(0, 0, 1, {name: str(value) for name, value in fields.items()})
 
 
-def java_hash(text: str) -> int:
-    """Return Java's `String.hashCode` of an ASCII text."""
-    found = 0
-    for letter in text:
-        found = (31 * found + ord(letter)) & 0xFFFFFFFF
-    return found
-
-
 def same_hash(key: str) -> str:
     """Return another key with the same hash."""
     return key[:-2] + chr(ord(key[-2]) - 1) + chr(ord(key[-1]) + 31)
@@ -250,7 +241,8 @@ class _Call:
         fault = broker.fault(request)
         self._heard = fault is None or isinstance(fault, int)
         if isinstance(fault, int):
-            self._answer = RemotingCommand(fault, 0, 1)
+            kept = fault == ResponseCode.FLUSH_DISK_TIMEOUT  # the broker has stored it, but not on its disk
+            self._answer = RemotingCommand(fault, 0, 1, broker.answer(request).fields if kept else {})
         elif fault != "lose request":
             self._answer = broker.answer(request)
 
@@ -331,10 +323,18 @@ def send(writer: RocketMQWriter, topic: str, *values: bytes) -> None:
         writer.send(topic, value, None, None, 0, None)
 
 
-def choose(random: random.Random, **chances: float) -> str | None:
-    """Return one of the names, each with its probability; None otherwise."""
-    draw = random.random()
-    for name, chance in chances.items():
-        if (draw := draw - chance) < 0:
-            return name.replace("_", " ")
-    return None
+def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
+    """Let the `nth` request of a kind meet a fault."""
+    count = 0
+
+    def found(request: RpcRequest[Any]) -> str | int | None:
+        nonlocal count
+        count += request.code == code
+        return fault if request.code == code and count == nth else None
+
+    broker.fault = found
+
+
+def wait_for_deadline(writer: Any) -> None:
+    while time.time() * 1000 <= writer.evidence().expires_at:
+        time.sleep(0.001)

@@ -105,6 +105,15 @@ def batched(body: bytes, properties: str) -> bytes:
     return struct.pack(">i", 4 + len(rest)) + rest
 
 
+def java_hash(text: str) -> int:
+    """Return Java's `String.hashCode`: s[0]*31^(n-1) + ..., as a signed 32-bit number."""
+    data = text.encode("utf-16-be")
+    found = 0
+    for unit in struct.unpack(f">{len(data) // 2}H", data):
+        found = (31 * found + unit) & 0xFFFFFFFF
+    return found - 2**32 if found >= 2**31 else found
+
+
 def pairs(**properties: str) -> str:
     return "".join(f"{name}\x01{value}\x02" for name, value in properties.items())
 

@@ -24,7 +24,7 @@ from tests.rocketmq.reading_kit import cluster_of, connect_to
 from txnbridge.errors import InvalidOption, NotFound, NotSupported
 from txnbridge.spi import Deadline, OpenTransaction, Token
 
-live = pytest.mark.timeout(600)  # the first start fetches RocketMQ
+pytestmark = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 
 
 def soon():
@@ -46,7 +46,6 @@ def named(admin, name):
     return [topic for topic in admin.topics(soon()) if topic.name == name]
 
 
-@live
 def test_a_topic_of_users_grows_and_never_shrinks_and_is_not_found_once_deleted(admin, name):
     admin.create_topic(name, 2, soon())
     admin.grow_topic(name, 4, soon())
@@ -61,20 +60,17 @@ def test_a_topic_of_users_grows_and_never_shrinks_and_is_not_found_once_deleted(
             call()
 
 
-@live
 def test_growing_leaves_a_topic_of_the_kind_that_it_was(admin, rocketmq_broker, client, name):
     rocketmq_broker.create_topic(name, queues=1, kind="FIFO")
     admin.grow_topic(name, 2, soon())
     assert client.call("broker-1", administration.topic_attributes(name), LONG) == {"message.type": "FIFO"}
 
 
-@live
 def test_the_official_client_may_send_transactions_to_a_topic_that_we_create(admin, client, name):
     admin.create_topic(name, 1, soon())
     assert client.call("broker-1", administration.topic_attributes(name), LONG) == {"message.type": "TRANSACTION"}
 
 
-@live
 @pytest.mark.parametrize("kept", [{"retention_seconds": 90}, {"retention_bytes": 1}], ids=str)
 def test_a_retention_of_its_own_no_topic_has(admin, name, kept):
     with pytest.raises(NotSupported, match="fileReservedTime"):
@@ -82,7 +78,6 @@ def test_a_retention_of_its_own_no_topic_has(admin, name, kept):
     assert named(admin, name) == []
 
 
-@live
 def test_the_topics_of_the_broker_and_of_ours_are_internal(admin, name):
     admin.create_topic(name, 1, soon())
     internal = {topic.name for topic in admin.topics(soon()) if topic.internal}
@@ -92,14 +87,12 @@ def test_the_topics_of_the_broker_and_of_ours_are_internal(admin, name):
     assert name not in internal
 
 
-@live
 @pytest.mark.parametrize("bad", ["a b", "a/b", "", "x" * 128, "ü"])
 def test_a_name_that_no_topic_can_have_is_refused(admin, bad):
     with pytest.raises(InvalidOption, match="is not a topic name"):
         admin.create_topic(bad, 1, soon())
 
 
-@live
 @pytest.mark.parametrize("port", ["proxy", "broker"])
 def test_the_port_of_a_proxy_or_a_broker_is_no_name_server(rocketmq_broker, port):
     address = rocketmq_broker.broker_address(1)
@@ -316,7 +309,6 @@ def test_a_topic_that_may_not_be_read_is_told_before_a_read_and_one_whose_broker
     assert RocketMQAdmin(HalfEnder(cluster)).unreadable([*told], soon()) == ["secret"]
 
 
-@live
 def test_a_broker_tells_how_full_its_disk_is(rocketmq_broker, client):
     told = client.call("broker-1", administration.disk_ratio(), LONG)
     disk = os.statvfs(rocketmq_broker.folder)
@@ -324,7 +316,6 @@ def test_a_broker_tells_how_full_its_disk_is(rocketmq_broker, client):
     assert told == pytest.approx(used / (used + disk.f_bavail), abs=0.1)
 
 
-@live
 def test_the_doctor_judges_the_settings_that_a_broker_has_now(admin, settings):
     def problems():
         return [one.text for one in admin.check(soon()) if one.level == "problem" and one.subject == "broker broker-1"]
@@ -334,7 +325,6 @@ def test_the_doctor_judges_the_settings_that_a_broker_has_now(admin, settings):
     assert any("are written again" in text for text in problems())
 
 
-@live
 @pytest.mark.full
 def test_a_topic_on_two_brokers_is_refused_by_name(start_rocketmq):
     broker = start_rocketmq(nodes=2)
@@ -345,9 +335,8 @@ def test_a_topic_on_two_brokers_is_refused_by_name(start_rocketmq):
         for call in (topics.queues, lambda topic, deadline: topics.require(topic, 0, deadline)):
             with pytest.raises(NotSupported, match=r"spread.*broker-1, broker-2"):
                 call("spread", soon())
-        assert [each.subject for each in admin.check(soon()) if "neither reads nor writes" in each.text] == [
-            "topic spread"
-        ]
+        advice = [each.subject for each in admin.check(soon()) if "neither reads nor writes" in each.text]
+        assert advice == ["topic spread"]
         admin.create_topic("here", 2, soon())
         assert {queue.broker for queue in topics.queues("here", soon())} == {"broker-1"}
         admin.delete_topic("spread", soon())

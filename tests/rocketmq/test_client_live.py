@@ -18,40 +18,27 @@ from txnbridge_rocketmq.client.protocol.read_requests import PullStatus
 from txnbridge_rocketmq.client.protocol.records import unwrap
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress, HalfEnd, WireMessage, end, send
 
-from tests.rocketmq.kit import BROKER, batched, becomes_true, bodies, pairs, read_all
+from tests.rocketmq.kit import BROKER, LONG, batched, becomes_true, bodies, pairs, read_all
 
-LONG = 30.0
 SHORT = 0.5
 # A producer group without members, so that the check-backs of its halves get no response.
 ALONE = "alone"
 
 
-def name_server(broker: RocketMQ) -> str:
-    return broker.url.removeprefix("rocketmq://")
-
-
 def new_client(broker: RocketMQ, **options) -> RemotingClient:
-    return RemotingClient([name_server(broker)], **options)
+    return RemotingClient([broker.url.removeprefix("rocketmq://")], **options)
 
 
-def put_half(
-    client: RemotingClient,
-    topic: str,
-    body: bytes,
-    group: str = ALONE,
-    immunity: int | None = None,
-    born_time: int | None = None,
-) -> HalfAddress:
-    message = WireMessage(topic, body, born_time=born_time)
-    return send_requests.half_address(
-        topic, group, client.call(BROKER, send_requests.send_half(message, group, 0, immunity), LONG)
-    )
+def put_half(client, topic, group=ALONE, immunity: int | None = None, born_time: int | None = None) -> HalfAddress:
+    message = WireMessage(topic, b"half", born_time=born_time)
+    stored = client.call(BROKER, send_requests.send_half(message, group, 0, immunity), LONG)
+    return send_requests.half_address(topic, group, stored)
 
 
 @pytest.fixture
 def half(client, topic) -> Iterator[HalfAddress]:
     """Store an open half, which is ended after the test: the broker would write it again in each round."""
-    half = put_half(client, topic, b"half")
+    half = put_half(client, topic)
     yield half
     close(client, half)
 
@@ -163,7 +150,7 @@ def test_a_message_that_the_broker_does_not_take_is_refused_without_effect(clien
 )
 def test_the_broker_remembers_no_outcome(client, topic, ends, copies):
     """A process that ends a half twice must know its outcome from elsewhere."""
-    half = put_half(client, topic, b"half")
+    half = put_half(client, topic)
     for how in ends:
         client.call(BROKER, end(half, HalfEnd.COMMIT if how == "C" else HalfEnd.ABORT), LONG)
     assert bodies(client, topic) == [b"half"] * copies
@@ -185,7 +172,7 @@ def test_a_half_is_ended_only_by_its_true_address(client, topic, half, change, w
 
 
 def test_an_end_behind_the_immunity_is_refused_unless_the_broker_had_asked(client, topic):
-    half = put_half(client, topic, b"half", immunity=2)
+    half = put_half(client, topic, immunity=2)
     assert becomes_true(lambda: is_refused(client, half))
     with pytest.raises(ErrorResponse) as caught:
         client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
@@ -244,7 +231,7 @@ def shop(rocketmq_broker, asked) -> Iterator[RemotingClient]:
 
 
 def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop, asked, topic):
-    half = put_half(client, topic, b"half", group="shop")
+    half = put_half(client, topic, group="shop")
     assert becomes_true(lambda: len(asked.about(half)) >= 2)
     first, second = asked.about(half)[:2]
     assert [check.record.properties[Property.CHECKS] for check in (first, second)] == ["1", "2"]
@@ -258,7 +245,7 @@ def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop
 
 @pytest.mark.parametrize("ahead", [-1, 0, 4], ids=lambda ahead: f"the sender's clock is {ahead} s ahead")
 def test_the_broker_sends_no_check_back_as_long_as_it_takes_a_direct_end(client, shop, asked, topic, ahead):
-    half = put_half(client, topic, b"half", "shop", immunity=2, born_time=int((time.time() + ahead) * 1000))
+    half = put_half(client, topic, "shop", immunity=2, born_time=int((time.time() + ahead) * 1000))
     times = 0
     while True:
         asked_before = len(asked.about(half))
@@ -272,7 +259,7 @@ def test_the_broker_sends_no_check_back_as_long_as_it_takes_a_direct_end(client,
 
 
 def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):
-    half = put_half(client, topic, b"half", group="shop")
+    half = put_half(client, topic, group="shop")
     assert becomes_true(lambda: len(asked.about(half)) >= 2)
     known = {half.log_offset, *(check.half.log_offset for check in asked.about(half)[:2])}
 
@@ -289,7 +276,7 @@ def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):
 
 
 def test_a_broker_that_was_killed_asks_again_when_it_is_back(rocketmq_broker, client, shop, asked, topic):
-    half = put_half(client, topic, b"half", group="shop")
+    half = put_half(client, topic, group="shop")
     rocketmq_broker.restart()
     asked.answer = lambda check: shop.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
     assert becomes_true(lambda: len(asked.about(half)) >= 1)
@@ -307,7 +294,7 @@ def test_when_a_member_leaves_the_others_are_asked(rocketmq_broker, client, topi
         assert members(client) == sorted([one.client_id, other.client_id])
         other.close()
         assert members(client) == [one.client_id]
-        halves = [put_half(client, topic, b"half", group="pair") for _ in range(4)]
+        halves = [put_half(client, topic, group="pair") for _ in range(4)]
         stays.answer = lambda check: one.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
         assert becomes_true(lambda: all(stays.about(half) for half in halves))
         assert leaves.checks == []

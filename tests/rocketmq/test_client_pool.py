@@ -24,14 +24,13 @@ from txnbridge_rocketmq.client.transport import TCP_OPTIONS
 
 from tests.in_time import within
 from tests.interrupts import interrupted_at
-from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, frame, our_threads
+from tests.rocketmq.kit import ANSWER, LONG, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 from tests.rocketmq.test_client_connection import DEEDS
 from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
 from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
 
-LONG = 30.0
 SHORT = 0.2
 
 
@@ -115,19 +114,16 @@ def test_no_more_connections_are_open_than_allowed(pool, broker):
     answered(pool, broker)
 
 
-@pytest.mark.parametrize("end", ["hang up", "late answer"])
-def test_an_idle_connection_on_which_something_came_is_not_used_again(pool, broker, end):
+@pytest.mark.parametrize("end", ["hang up", "late answer", "long idle"])
+def test_an_idle_connection_on_which_something_came_or_nothing_for_long_is_not_used_again(pool, broker, end):
     peer = answered(pool, broker)
-    peer.hang_up() if end == "hang up" else peer.send(frame(0, 4711, ANSWER))
     idle = idle_connection(pool)
-    assert becomes_true(lambda: not idle.is_quiet())
+    if end == "long idle":  # behind the first response nothing on this connection is answered
+        idle.idle_since -= 3600
+    else:
+        peer.hang_up() if end == "hang up" else peer.send(frame(0, 4711, ANSWER))
+        assert becomes_true(lambda: not idle.is_quiet())
     assert answered(pool, broker) is not peer
-
-
-def test_a_connection_that_was_idle_for_long_is_not_used_again(pool, broker):
-    silent = answered(pool, broker)  # behind the first response nothing on this connection is answered
-    idle_connection(pool).idle_since -= 3600
-    assert answered(pool, broker) is not silent
 
 
 def test_a_connection_that_its_server_has_closed_is_closed_before_it_is_needed_again():

@@ -18,7 +18,7 @@ from txnbridge_rocketmq.client.protocol.records import (
     unwrap,
 )
 
-from tests.rocketmq.kit import LONG_TOPIC, SHORT_TOPIC, batched, pairs, stored
+from tests.rocketmq.kit import LONG_TOPIC, SHORT_TOPIC, pairs, stored
 
 pytestmark = pytest.mark.offline
 
@@ -102,19 +102,6 @@ def test_a_body_that_is_not_what_it_says_is_refused(body):
     (record,) = decode_records(stored(body, system_flag=SystemFlag.COMPRESSED))
     with pytest.raises(CannotDecompress):
         record.payload()
-
-
-def test_a_batch_is_taken_apart_each_message_at_its_own_offset():
-    inner = batched(b"one", pairs(KEYS="a")) + batched(b"two", pairs(KEYS="b"))
-    flag = SystemFlag.INNER_BATCH | SystemFlag.NEEDS_UNWRAPPING
-    (record,) = decode_records(stored(inner, queue_offset=10, system_flag=flag))
-    assert record.holds_several
-    one, two = unwrap(record)
-    assert [(each.payload(), each.queue_offset, each.properties["KEYS"]) for each in (one, two)] == [
-        (b"one", 10, "a"),
-        (b"two", 11, "b"),
-    ]
-    assert not one.holds_several
 
 
 @given(st.binary(max_size=100))

@@ -14,6 +14,7 @@ from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.protocol.read_requests import NewestByKey, PullStatus
 from txnbridge_rocketmq.client.protocol.records import decode_records, unpack_properties, unwrap
+from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, WireMessage
 from txnbridge_rocketmq.errors import translate
 
 from tests.rocketmq.kit import pairs, stored
@@ -22,11 +23,11 @@ from txnbridge.errors import BrokerUnavailable, StorageFailed
 pytestmark = pytest.mark.offline
 
 STORED = {"msgId": "7F00000100002A9F000000000002B67C", "queueId": "2", "queueOffset": "5", "transactionId": "AB"}
-HALF = send_requests.HalfAddress("orders", "shop", 5, 177788, "AB")
+HALF = HalfAddress("orders", "shop", 5, 177788, "AB")
 
 
 def test_a_message_is_sent_with_its_fields_by_their_letters():
-    message = send_requests.WireMessage("orders", b"hello", {"own": "x"}, ("k1", "k2"), "new", "AB", 1234)
+    message = WireMessage("orders", b"hello", {"own": "x"}, ("k1", "k2"), "new", "AB", 1234)
     request = send_requests.send(message, "shop", 2)
     told = dict(request.fields)
     assert unpack_properties(told.pop("i")) == {
@@ -53,7 +54,7 @@ def test_a_message_is_sent_with_its_fields_by_their_letters():
 
 
 def test_messages_that_are_sent_together_are_stored_one_by_one():
-    messages = [send_requests.WireMessage("orders", b"%d" % number, {"own": "x"}) for number in range(3)]
+    messages = [WireMessage("orders", b"%d" % number, {"own": "x"}) for number in range(3)]
     request = send_requests.send_together(messages, "shop", 2)
     assert (request.code, request.fields["b"], request.fields["e"], request.fields["m"]) == (320, "orders", "2", "true")
     (together,) = decode_records(stored(request.body, "orders", queue_offset=7))
@@ -67,9 +68,7 @@ def test_messages_that_are_sent_together_are_stored_one_by_one():
 
 
 def test_the_request_of_a_half_message_says_its_kind_and_its_producer_group():
-    request = send_requests.send_half(
-        send_requests.WireMessage("orders", b"hello", unique_key="AB"), "shop", 0, immunity=6
-    )
+    request = send_requests.send_half(WireMessage("orders", b"hello", unique_key="AB"), "shop", 0, immunity=6)
     assert request.fields["f"] == "4"
     properties = unpack_properties(request.fields["i"])
     assert (properties["TRAN_MSG"], properties["PGROUP"]) == ("true", "shop")
@@ -78,14 +77,13 @@ def test_the_request_of_a_half_message_says_its_kind_and_its_producer_group():
 
 def test_two_messages_without_a_unique_key_get_two():
     one, two = (
-        unpack_properties(send_requests.send(send_requests.WireMessage("t", b"x"), "g", 0).fields["i"])["UNIQ_KEY"]
-        for _ in range(2)
+        unpack_properties(send_requests.send(WireMessage("t", b"x"), "g", 0).fields["i"])["UNIQ_KEY"] for _ in range(2)
     )
     assert one != two and len(one) == 32
 
 
 def test_a_half_message_is_ended_by_the_place_where_it_was_stored():
-    receipt = send_requests.send_half(send_requests.WireMessage("orders", b"x", unique_key="AB"), "shop", 2).result(
+    receipt = send_requests.send_half(WireMessage("orders", b"x", unique_key="AB"), "shop", 2).result(
         RemotingCommand(0, fields=STORED)
     )
     assert (receipt.queue, receipt.queue_offset, receipt.offset_id.log_offset) == (2, 5, 177788)
@@ -107,7 +105,7 @@ def test_a_half_message_is_ended_by_the_place_where_it_was_stored():
     "code", [ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.SLAVE_NOT_AVAILABLE, ResponseCode.FLUSH_SLAVE_TIMEOUT]
 )
 def test_a_message_stored_less_safely_than_asked_is_an_error_that_knows_its_place(code):
-    request = send_requests.send(send_requests.WireMessage("orders", b"x"), "shop", 2)
+    request = send_requests.send(WireMessage("orders", b"x"), "shop", 2)
     with pytest.raises(NotDurable) as caught:
         request.result(RemotingCommand(code, fields=STORED))
     assert caught.value.may_have_had_effect
@@ -118,21 +116,21 @@ def test_a_message_stored_less_safely_than_asked_is_an_error_that_knows_its_plac
 def test_an_answer_that_lacks_something_is_no_success(missing):
     told = {name: value for name, value in STORED.items() if name != missing}
     with pytest.raises(ProtocolViolation) as caught:
-        send_requests.send(send_requests.WireMessage("orders", b"x"), "shop", 2).result(RemotingCommand(0, fields=told))
+        send_requests.send(WireMessage("orders", b"x"), "shop", 2).result(RemotingCommand(0, fields=told))
     assert caught.value.may_have_had_effect
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (send_requests.WireMessage("orders", b""), "is empty"),
-        (send_requests.WireMessage("or.ders", b"x"), "is not a topic name"),
-        (send_requests.WireMessage("", b"x"), "is not a topic name"),
-        (send_requests.WireMessage("t" * 128, b"x"), "is not a topic name"),
-        (send_requests.WireMessage("orders", b"x", keys=("a b",)), "space"),
-        (send_requests.WireMessage("orders", b"x", keys=("",)), "empty"),
-        (send_requests.WireMessage("orders", b"x", {"a": ""}), "empty"),
-        (send_requests.WireMessage("orders", b"x", {"a": "\x01"}), "separator"),
+        (WireMessage("orders", b""), "is empty"),
+        (WireMessage("or.ders", b"x"), "is not a topic name"),
+        (WireMessage("", b"x"), "is not a topic name"),
+        (WireMessage("t" * 128, b"x"), "is not a topic name"),
+        (WireMessage("orders", b"x", keys=("a b",)), "space"),
+        (WireMessage("orders", b"x", keys=("",)), "empty"),
+        (WireMessage("orders", b"x", {"a": ""}), "empty"),
+        (WireMessage("orders", b"x", {"a": "\x01"}), "separator"),
     ],
 )
 def test_a_message_that_brokers_would_change_or_choke_on_is_refused(message, words):
@@ -143,13 +141,13 @@ def test_a_message_that_brokers_would_change_or_choke_on_is_refused(message, wor
 @pytest.mark.parametrize("name", ["DELAY", "TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"])
 def test_a_half_to_be_delivered_late_is_refused(name):
     with pytest.raises(ValueError, match="delayed"):
-        send_requests.send_half(send_requests.WireMessage("orders", b"x", {name: "3"}), "shop", 0)
+        send_requests.send_half(WireMessage("orders", b"x", {name: "3"}), "shop", 0)
 
 
 @pytest.mark.parametrize("group", ["", "a b", "g" * 121, "ä"])
 def test_a_group_that_brokers_do_not_take_is_refused(group):
     with pytest.raises(ValueError, match="is not a group name"):
-        send_requests.send(send_requests.WireMessage("orders", b"x"), group, 0)
+        send_requests.send(WireMessage("orders", b"x"), group, 0)
 
 
 def question(**changed: str) -> RemotingCommand:
@@ -162,7 +160,7 @@ def question(**changed: str) -> RemotingCommand:
 @pytest.mark.parametrize(("key", "named"), [("AB", "AB"), ("", "XY")], ids=["its own key", "no key of its own"])
 def test_a_question_tells_the_newest_copy_and_the_message(key, named):
     check = send_requests.check_back_of(question(UNIQ_KEY=key))
-    assert check.half == send_requests.HalfAddress("orders", "shop", 9, 4711, named)
+    assert check.half == HalfAddress("orders", "shop", 9, 4711, named)
     assert (check.broker, check.record.payload()) == ("broker-a", b"hello")
 
 
@@ -230,13 +228,6 @@ def test_a_heartbeat_names_the_groups():
     (consumer,) = body["consumerDataSet"]
     assert consumer["groupName"] == "readers"
     assert [each["topic"] for each in consumer["subscriptionDataSet"]] == ["orders"]
-
-
-def test_a_membership_without_another_is_what_the_other_lacks():
-    old = Membership(frozenset({"a", "b"}), {"r": frozenset(), "s": frozenset()})
-    new = Membership(frozenset({"b"}), {"s": frozenset({"t"})})
-    assert old.without(new) == Membership(frozenset({"a"}), {"r": frozenset()})
-    assert old.without(old).is_empty
 
 
 def test_a_position_that_was_never_said_is_none():

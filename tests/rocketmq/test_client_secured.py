@@ -13,10 +13,9 @@ from txnbridge_rocketmq.client.protocol import read_requests, send_requests
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfEnd, WireMessage, end, send, send_half
 
 from tests.kafka.certificates import Authority
-from tests.rocketmq.kit import BROKER, becomes_true, bodies, one_user
+from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies, one_user
 from tests.rocketmq.reading_kit import connect_to
 
-LONG = 30.0
 ROOT = Credentials("root", "s3cret-of-root")
 
 

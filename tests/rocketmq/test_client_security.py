@@ -9,9 +9,8 @@ from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 
 from tests.in_time import within
 from tests.kafka.certificates import Authority
-from tests.rocketmq.kit import FakeBroker, Peer, becomes_true, echo
+from tests.rocketmq.kit import LONG, FakeBroker, Peer, becomes_true, echo
 
-LONG = 30.0
 SHORT = 0.3
 
 

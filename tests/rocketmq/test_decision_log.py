@@ -147,30 +147,28 @@ def log_on(reply):
         yield RocketMQDecisionLog(client, Queue("log", "b", 0))
 
 
-class Trimmed:
-    """A broker whose queue has lost records; `pulls` has the answer to a pull by its offset."""
+def answer_pull(peer, command, code, following, bounds, records):
+    """Answer a pull with records, each by its offset; the next pull begins at `following`."""
+    body = b"".join(stored(value, "log", queue=0, queue_offset=offset) for offset, value in records.items())
+    told = {"nextBeginOffset": following, "minOffset": bounds[0], "maxOffset": bounds[1]}
+    peer.answer(command, int(code), fields={name: str(value) for name, value in told.items()}, body=body)
 
-    def __init__(self, first, end, pulls):
-        self._first, self._end, self._pulls = first, end, pulls
 
-    def __call__(self, peer, command):
-        if command.code == RequestCode.GET_MIN_OFFSET:
-            peer.answer(command, fields={"offset": str(self._first)})
-        elif command.code == RequestCode.GET_MAX_OFFSET:
-            peer.answer(command, fields={"offset": str(self._end)})
+def trimmed(first, end, pulls):
+    """Return a log on a broker whose queue has lost records; `pulls` has the answer to a pull by its offset."""
+    told = {RequestCode.GET_MIN_OFFSET: first, RequestCode.GET_MAX_OFFSET: end}
+
+    def reply(peer, command):
+        if command.code in told:
+            peer.answer(command, fields={"offset": str(told[command.code])})
         elif command.code == RequestCode.QUERY_CONSUMER_OFFSET:
             peer.answer(command, int(ResponseCode.QUERY_NOT_FOUND))
         else:
             at = int(command.fields["queueOffset"])
-            code, following, offsets = self._pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
-            body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
-            told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
-            fields = {name: str(value) for name, value in told.items()}
-            peer.answer(command, int(code), fields=fields, body=body)
+            code, following, offsets = pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
+            answer_pull(peer, command, code, following, (first, end), {each: b"%d" % each for each in offsets})
 
-
-def trimmed(first, end, pulls):
-    return log_on(Trimmed(first, end, pulls))
+    return log_on(reply)
 
 
 LOST = {
@@ -300,11 +298,9 @@ class MemoryQueue:
 
     def pull(self, peer, command, end):
         at = int(command.fields["queueOffset"])
-        found = range(at, min(end, at + int(command.fields["maxMsgNums"])))
-        body = b"".join(stored(self.records[each], "log", queue=0, queue_offset=each) for each in found)
+        found = {each: self.records[each] for each in range(at, min(end, at + int(command.fields["maxMsgNums"])))}
         code = ResponseCode.SUCCESS if found else ResponseCode.PULL_NOT_FOUND
-        told = {"nextBeginOffset": at + len(found), "minOffset": 0, "maxOffset": end}
-        peer.answer(command, int(code), fields={name: str(value) for name, value in told.items()}, body=body)
+        answer_pull(peer, command, code, at + len(found), (0, end), found)
 
 
 @pytest.fixture
@@ -403,12 +399,6 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
     assert new_log.end(Deadline(LONG)) == end
 
 
-def name_at(url, prefix):
-    settings = settings_for(url, prefix=prefix)
-    with RemotingClient(settings.name_servers) as client:
-        return identify_cluster(settings, client, Deadline(LONG))
-
-
 def remove(cluster, *topics):
     for topic in topics:
         cluster.topics.delete(topic, Deadline(LONG))
@@ -416,7 +406,12 @@ def remove(cluster, *topics):
 
 @pytest.fixture
 def named(rocketmq_broker):
-    return lambda prefix: name_at(rocketmq_broker.url, prefix)
+    def identify(prefix):
+        settings = settings_for(rocketmq_broker.url, prefix=prefix)
+        with RemotingClient(settings.name_servers) as client:
+            return identify_cluster(settings, client, Deadline(LONG))
+
+    return identify
 
 
 @pytest.fixture

@@ -169,11 +169,8 @@ def test_messages_of_others_are_never_taken_for_repeats():
 def test_messages_of_another_client_with_the_headers_of_one_of_ours_are_no_repeats():
     queue = in_order(1)
     (ours,) = queue.records
-    for number, key, flag in (
-        (1, "1", 8),
-        (2, "2", 8),
-        (3, ours.properties[Property.UNIQUE_KEY], 0),
-    ):  # the last is sent on as it is
+    # The last is sent on as it is.
+    for number, key, flag in ((1, "1", 8), (2, "2", 8), (3, ours.properties[Property.UNIQUE_KEY], 0)):
         own = {**ours.properties, Property.UNIQUE_KEY: key}
         queue.records.append(replace(ours, queue_offset=number, system_flag=flag, properties=own))
     assert Reading(queue).read(0, 4) == [0, 1, 2, 3]

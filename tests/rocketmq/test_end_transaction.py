@@ -27,7 +27,7 @@ import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls, note_calls, raising
 from tests.interrupts import interrupted_everywhere
-from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, choose, same_hash, send
+from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, once, same_hash, send, wait_for_deadline
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
 from txnbridge._decisions.ledger import LogLedger
@@ -54,18 +54,6 @@ def owner(broker: HalfBroker, log: MemoryLog) -> Process:
 @pytest.fixture
 def other(broker: HalfBroker, log: MemoryLog) -> Process:
     return Process(broker, log, "other")
-
-
-def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
-    """Let the `nth` request of a kind meet a fault."""
-    count = 0
-
-    def found(request: RpcRequest[Any]) -> str | int | None:
-        nonlocal count
-        count += request.code == code
-        return fault if request.code == code and count == nth else None
-
-    broker.fault = found
 
 
 def always(broker: HalfBroker, code: int, fault: str | int) -> None:
@@ -96,11 +84,6 @@ def answer_all(process: Process, broker: HalfBroker) -> None:
         time.sleep(0.02)
 
 
-def wait_for_deadline(writer: Any) -> None:
-    while time.time() * 1000 <= writer.evidence().expires_at:
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("id", ["a\x01b", "\ud800"], ids=ascii)
 def test_a_transactional_id_that_no_message_can_hold_is_refused(broker, log, id):
     with pytest.raises(errors.InvalidOption, match="transactional_id"):
@@ -127,50 +110,20 @@ def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, 
     assert broker.seen("a") == VALUES
 
 
-def test_a_writer_whose_addresses_are_too_old_looks_for_its_half_messages_first(owner, broker):
-    writer = stored(owner)
-    broker.ask()  # without a response: the writer's addresses are of old copies now
-    broker.late = True
-    writer.commit(Deadline(60))
-    assert broker.seen("a") == VALUES
-    assert not broker.open
+REFUSALS = ResponseCode.NO_PERMISSION, ResponseCode.MESSAGE_ILLEGAL, ResponseCode.FLUSH_DISK_TIMEOUT
 
 
-NOT_PLAINLY_STORED = [
-    "lose request",
-    "lose answer",
-    int(ResponseCode.NO_PERMISSION),
-    int(ResponseCode.MESSAGE_ILLEGAL),
-    int(ResponseCode.FLUSH_DISK_TIMEOUT),
-]
-
-
-def fail_to_store_one(broker: HalfBroker, fault: str | int) -> None:
+@pytest.mark.parametrize("hold", [None, 60], ids=["commit", "prepare"])
+@pytest.mark.parametrize("fault", ["lose request", "lose answer", *map(int, REFUSALS)])
+def test_a_transaction_with_a_half_that_is_not_plainly_stored_is_aborted(owner, other, broker, fault, hold):
+    writer: Any = owner.begin(hold=hold)
     once(broker, RequestCode.SEND_MESSAGE_V2, fault, 3)
-    if fault == ResponseCode.FLUSH_DISK_TIMEOUT:
-        broker.fault = stored_but(broker)
-
-
-@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
-def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, fault):
-    writer = owner.begin()
-    fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
     with pytest.raises(errors.AccessDenied if fault == ResponseCode.NO_PERMISSION else errors.DeliveryFailed):
-        writer.commit(Deadline(60))
-    answer_all(other, broker)
-    assert broker.published == []
-
-
-@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
-def test_a_transaction_with_a_half_message_not_plainly_stored_is_not_prepared(owner, other, broker, fault):
-    writer = owner.begin(hold=60)
-    fail_to_store_one(broker, fault)
-    send(writer, "a", *VALUES)
-    with pytest.raises(errors.AccessDenied if fault == ResponseCode.NO_PERMISSION else errors.DeliveryFailed):
-        writer.prepare(Deadline(60))
-    with pytest.raises(errors.InvalidToken, match="never prepared"):
-        finish(other, token_of(owner, 1, writer))
+        writer.prepare(Deadline(60)) if hold else writer.commit(Deadline(60))
+    if hold:
+        with pytest.raises(errors.InvalidToken, match="never prepared"):
+            finish(other, token_of(owner, 1, writer))
     answer_all(other, broker)
     assert broker.published == []
 
@@ -206,7 +159,14 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
 @pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
 def test_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
     writer = stored(owner, number=1)
-    lose_answers(log, stands)
+    append = log.append
+
+    def lose_answer(record: bytes, deadline: Deadline | None = None) -> Any:
+        if stands:
+            append(record, deadline)
+        raise errors.OutcomeUnknown("no answer")
+
+    log.append = lose_answer
     with pytest.raises(errors.OutcomeUnknown):
         writer.commit(Deadline(0.1))
     if not stands:
@@ -219,32 +179,6 @@ def test_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, 
     writer.commit(Deadline(60))
     assert broker.seen("a") == [*(VALUES if stands else []), b"next"]
     assert not broker.open
-
-
-def lose_answers(log: MemoryLog, stands: bool) -> None:
-    """From now on, lose the answer whether a record was stored, which it was or was not."""
-    append = log.append
-
-    def lose(record: bytes, deadline: Deadline | None = None) -> Any:
-        if stands:
-            append(record, deadline)
-        raise errors.OutcomeUnknown("no answer")
-
-    log.append = lose  # type: ignore[method-assign]
-
-
-def stored_but(broker: HalfBroker) -> Any:
-    """Store a half, and answer that it was not flushed."""
-    answer = broker.answer
-
-    def store(request):
-        found = answer(request)
-        if request.code == RequestCode.SEND_MESSAGE_V2 and len(broker.halves) == 3:
-            return type(found)(ResponseCode.FLUSH_DISK_TIMEOUT, 0, 1, found.fields)
-        return found
-
-    broker.answer = store  # type: ignore[method-assign]
-    return lambda request: None
 
 
 @pytest.mark.parametrize(
@@ -280,9 +214,10 @@ def test_check_backs_get_no_answer_while_the_transaction_is_undecided(owner, oth
     for _ in range(3):
         other.checks.answer(broker.ask())
     assert len(broker.open) == len(VALUES)
-    broker.late = True
+    broker.late = True  # the writer's addresses are of old copies now
     writer.commit(Deadline(60))
     assert broker.seen("a") == VALUES
+    assert not broker.open
 
 
 def test_one_look_at_the_log_answers_all_check_backs_of_a_transaction(owner, other, broker, log, monkeypatch):
@@ -364,14 +299,6 @@ def test_a_process_aborts_by_the_clock_only_after_the_time_by_which_clocks_may_d
 
 def refuse(record: bytes, deadline: Deadline) -> Any:
     raise errors.BrokerUnavailable("not now")
-
-
-def test_a_published_message_that_is_asked_about_is_not_published_again(owner, other, broker):
-    writer = written(owner)
-    writer.commit(Deadline(60))
-    broker.open.update(half.queue_offset for half in broker.halves)  # the broker has lost the op messages
-    answer_all(other, broker)
-    assert broker.seen("a") == VALUES
 
 
 def test_a_bridge_looks_again_at_discarded_half_messages_while_its_log_or_another_broker_fails(owner, broker, log):
@@ -571,15 +498,13 @@ def test_a_process_that_falls_asleep_while_it_publishes_looks_again_when_it_wake
 
 def test_messages_published_by_another_process_right_after_the_decision_are_not_repeated(owner, other, broker):
     token = prepared(owner)
-    answer = broker.answer
 
-    def let_the_other_publish(request: RpcRequest[Any]) -> Any:
+    def let_the_other_publish(request: RpcRequest[Any]) -> None:
         if request.code == RequestCode.LOCK_BATCH_MQ:  # the first request behind the claim
-            broker.answer = answer
+            broker.fault = lambda request: None
             assert finish(other, token) is Outcome.COMMITTED
-        return answer(request)
 
-    broker.answer = let_the_other_publish
+    broker.fault = let_the_other_publish
     assert finish(owner, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
@@ -623,19 +548,15 @@ def test_a_topic_whose_messages_cannot_be_published_keeps_no_others_from_it(owne
 def test_a_process_that_publishes_for_long_keeps_its_lock(owner, broker, log):
     other = Process(broker, log, "other", published_at_once=1)
     token = prepared(owner)
-    answer = broker.answer
+    taken: list[bool] = []
 
-    def forget(request: RpcRequest[Any]) -> Any:
+    def forget(request: RpcRequest[Any]) -> None:
         if request.code == RequestCode.END_TRANSACTION:
             broker.locks.clear()  # as after a minute
-        return answer(request)
-
-    def locked(request: RpcRequest[Any]) -> None:
         if request.code == RequestCode.QUERY_MESSAGE and broker.published:
             taken.append(bool(broker.locks))
 
-    taken: list[bool] = []
-    broker.answer, broker.fault = forget, locked
+    broker.fault = forget
     assert finish(other, token) is Outcome.COMMITTED
     assert any(taken)
 
@@ -713,12 +634,9 @@ def test_a_log_that_has_lost_its_evidence_keeps_no_transactions_from_being_liste
 
 def test_a_token_past_its_hold_only_aborts(owner, other, broker):
     token = prepared(owner, hold=0.0)
-    other_clock = pytest.MonkeyPatch()
-    other_clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
-    try:
+    with pytest.MonkeyPatch.context() as clock:
+        clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
         assert finish(other, token) is Outcome.ABORTED
-    finally:
-        other_clock.undo()
     assert finish(other, token) is Outcome.ABORTED
     assert broker.published == []
     assert not broker.open
@@ -731,18 +649,19 @@ def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker
         finish(other, token)
 
 
-def swallow(broker: HalfBroker) -> None:
-    """From now on, answer success to the end of each half, and do nothing."""
+@pytest.mark.parametrize("looked", [True, False], ids=["by a look", "before the next, because no look was answered"])
+def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good(owner, broker, looked):
+    writer = stored(owner)
     always(broker, RequestCode.END_TRANSACTION, 0)
-
-
-def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good(owner, broker):
-    swallow(broker)
-    writer = written(owner)
-    with pytest.raises(errors.OutcomeUnknown, match="proxy"):
-        writer.commit(Deadline(60))
+    swallows = broker.fault
+    if not looked:
+        broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
+    with pytest.raises(errors.OutcomeUnknown, match="proxy" if looked else "it is committed"):
+        writer.commit(Deadline(60 if looked else 0.3))
+    broker.fault = swallows
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
-    assert status(owner, token) is TokenState.UNKNOWN
+    if looked:
+        assert status(owner, token) is TokenState.UNKNOWN
     with pytest.raises(errors.BrokerUnavailable, match="proxy"):
         writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     broker.fault = lambda request: None
@@ -752,27 +671,11 @@ def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good
 
 
 def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(owner, broker):
-    swallow(broker)
-    swallowed, lost = broker.fault, iter(["lose request"])
-    broker.fault = lambda request: next(lost, 0) if swallowed(request) == 0 else None
+    lost = iter(["lose request"])
+    broker.fault = lambda request: next(lost, 0) if request.code == RequestCode.END_TRANSACTION else None
     writer = written(owner)
     with pytest.raises(errors.OutcomeUnknown, match="proxy"):
         writer.commit(Deadline(60))
-
-
-def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next(owner, broker):
-    swallow(broker)
-    swallows = broker.fault
-    writer = stored(owner)
-    broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
-    with pytest.raises(errors.OutcomeUnknown, match="it is committed"):
-        writer.commit(Deadline(0.3))
-    broker.fault = swallows
-    with pytest.raises(errors.BrokerUnavailable, match="proxy"):
-        writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
-    broker.fault = lambda request: None
-    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
-    assert broker.seen("a") == VALUES
 
 
 def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, other, broker):
@@ -1028,7 +931,7 @@ def what_went_wrong(seed: int) -> list[str]:
 
 def faults(chance: random.Random) -> Any:
     def fault(request: RpcRequest[Any]) -> str | int | None:
-        found = choose(chance, lose_request=0.03, lose_answer=0.03, busy=0.02, killed=0.02)
+        (found,) = chance.choices([None, "lose request", "lose answer", "busy", "killed"], [90, 3, 3, 2, 2])
         if found == "killed":
             raise Killed
         if request.code not in (RequestCode.END_TRANSACTION, RequestCode.SEND_MESSAGE_V2):

@@ -177,18 +177,12 @@ def test_members_leave_in_time_while_the_broker_is_silent(join, client, rocketmq
     assert took < len(members), "each waits for an answer"
 
 
-def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
-    """Open two members that both take all partitions, as if one of them had been asleep."""
-    members = join(topic, group), join(topic, group)
-    for each in members:
+def test_an_overtaken_member_learns_it_and_goes_on_behind(join: Join, client: RemotingClient, group: str, topic: str):
+    members = one, two = join(topic, group), join(topic, group)
+    for each in members:  # as if one of them had been asleep
         take_all(each.sharing)
     for each in members:
         each.has(1)
-    return members
-
-
-def test_an_overtaken_member_learns_it_and_goes_on_behind(join: Join, client: RemotingClient, group: str, topic: str):
-    one, two = at_once(join, topic, group)
     publish(client, topic, b"0", b"1", b"2")
     late = one.take(2)
     two.acknowledge(two.take(1))

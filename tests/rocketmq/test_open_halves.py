@@ -59,14 +59,6 @@ def open_and_wait(url, topic, application, id=None):
     time.sleep(600)
 
 
-def die_with_an_open_one(broker, topic):
-    """Return the id of a transaction whose process is dead."""
-    with Child(open_and_wait, broker.url, topic, unique("gone")) as child:
-        name = child.told()
-        child.kill()
-    return name
-
-
 def test_an_open_transaction_is_listed_until_it_ends(open_bridge, observer, topic):
     id = unique("owner")
     with open_bridge(transactional_id=id).transaction() as txn:
@@ -127,9 +119,8 @@ def test_a_copy_that_the_broker_makes_while_a_transaction_is_ended_by_hand_is_dr
     def end_and_copy(*args, **how):
         outcome = end_prepared(*args, **how)
         newest = copies(client, topic, name)[-1]
-        client.call(
-            BROKER, administration.resume_half(newest.offset_id), LONG
-        )  # as by a round of check-backs that began before
+        # As by a round of check-backs that began before.
+        client.call(BROKER, administration.resume_half(newest.offset_id), LONG)
         return outcome
 
     name, _, _ = prepare_and_go(open_bridge, topic)
@@ -234,7 +225,9 @@ def test_half_messages_given_up_are_listed_and_end_as_decided(open_bridge, obser
 
 
 def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, observer, client, topic, settings):
-    name = die_with_an_open_one(rocketmq_broker, topic)
+    with Child(open_and_wait, rocketmq_broker.url, topic, unique("gone")) as child:
+        name = child.told()
+        child.kill()
     discard(observer, settings, name)
     assert observer.repair(name) == f"the broker sends check-backs again for 1 halves of {name}"
     assert becomes_true(lambda: any(each.state != "discarded" for each in listed(observer, name)))

@@ -10,7 +10,7 @@ from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import Property, RequestCode
 from txnbridge_rocketmq.client.protocol.read_requests import PullResult, PullStatus
-from txnbridge_rocketmq.client.protocol.records import MessageExt, decode_records
+from txnbridge_rocketmq.client.protocol.records import MessageExt, decode_records, unwrap
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset
 from txnbridge_rocketmq.settings import RocketMQTiming
@@ -191,14 +191,6 @@ def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
     assert isinstance(cursor.fault, PositionLost) and "ends at 2" in str(cursor.fault)
 
 
-def test_a_seek_ends_a_fault():
-    cursor, broker = reading(PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
-    go(cursor, broker)
-    cursor.continue_at(VerifiableOffset(7))
-    broker.pulls.append(found(record(7), begin=7, end=8))
-    assert go(cursor, broker) == [(7, b"x", 1)]
-
-
 def test_the_deliveries_of_a_message_are_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
@@ -216,12 +208,10 @@ def test_an_answer_to_a_request_from_before_a_seek_counts_for_nothing():
 
 
 def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
-    cursor, broker = reading(ErrorResponse(16, "no", "reading"))
-    go(cursor, broker)
-    assert isinstance(cursor.fault, AccessDenied)
-    cursor, broker = reading(ErrorResponse(17, "deleted", "reading"))
-    go(cursor, broker)
-    assert isinstance(cursor.fault, NotFound)
+    for code, kind in ((16, AccessDenied), (17, NotFound)):
+        cursor, broker = reading(ErrorResponse(code, "no", "reading"))
+        go(cursor, broker)
+        assert isinstance(cursor.fault, kind)
     cursor, broker = reading(Disconnected("gone"), found(record(0), end=1))
     assert go(cursor, broker) == []
     assert cursor.fault is None and cursor.is_cut_off
@@ -291,7 +281,7 @@ def test_a_body_that_cannot_be_unpacked_holds_its_place_until_a_seek_goes_on_beh
 def test_the_messages_of_a_batch_have_places_of_their_own():
     body = batched(b"one", pairs(a="b")) + batched(b"two", "")
     batch = record(4, body, system_flag=0x40 | 0x80)
-    assert batch.holds_several
+    assert batch.holds_several and not any(each.holds_several for each in unwrap(batch))
     cursor, broker = reading(found(batch, record(6), end=7), at=4)
     assert go(cursor, broker) == [(4, b"one", 1), (5, b"two", 1), (6, b"x", 1)]
     cursor.continue_at(VerifiableOffset(5))

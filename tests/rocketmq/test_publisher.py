@@ -14,8 +14,9 @@ from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
-from tests.in_time import wait_until, within
+from tests.in_time import paused, wait_until, within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
+from tests.rocketmq.writing_kit import numbered
 from txnbridge import errors
 from txnbridge.spi import Deadline
 
@@ -56,10 +57,6 @@ def send_all(publisher, topic, values):
     publisher.flush(Deadline(LONG))
 
 
-def numbered(count):
-    return [b"%d" % number for number in range(count)]
-
-
 @pytest.mark.offline
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(no_threads):
     known = {"topics.require.return_value": [Queue("t", "a", 0)], "brokers.config.return_value.message_bytes": 9}
@@ -96,15 +93,20 @@ def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, 
     assert b"chosen" in found[3]
 
 
+def lose_second_answer(proxy, plain, topic):
+    """Send two messages through a proxy, and lose the answer to the second."""
+    send_all(plain, topic, [b"0"])
+    hold = proxy.hold(answers="SEND_MESSAGE_V2")
+    send(plain, topic, b"1")
+    hold.answered()
+    proxy.cut()
+    hold.drop()
+
+
 def test_a_lost_answer_makes_no_copy(rocketmq_broker, publisher, topic, client):
     with faults.proxy(rocketmq_broker) as proxy:
         plain = publisher(proxy.url)
-        send_all(plain, topic, [b"0"])
-        hold = proxy.hold(answers="SEND_MESSAGE_V2")
-        send(plain, topic, b"1")
-        hold.answered()
-        proxy.cut()
-        hold.drop()
+        lose_second_answer(proxy, plain, topic)
         send_all(plain, topic, [b"2"])
     assert bodies(client, topic) == [b"0", b"1", b"2"]
 
@@ -143,12 +145,7 @@ class MayNotLook:
 def test_a_publisher_that_may_not_look_for_a_lost_answer_raises_access_denied(rocketmq_broker, publisher, topic):
     with faults.proxy(rocketmq_broker) as proxy:
         plain = publisher(proxy.url, client=MayNotLook)
-        send_all(plain, topic, [b"0"])
-        hold = proxy.hold(answers="SEND_MESSAGE_V2")
-        send(plain, topic, b"1")
-        hold.answered()
-        proxy.cut()
-        hold.drop()
+        lose_second_answer(proxy, plain, topic)
         with pytest.raises(errors.AccessDenied, match=r"did not respond for a message.*no right to Sub"):
             plain.flush(Deadline(5))
 
@@ -164,16 +161,13 @@ def test_a_message_that_is_not_as_safe_as_it_should_be_is_a_failure(publisher, t
 def test_no_call_hangs_while_the_broker_does(rocketmq_broker, publisher, topic, client):
     plain = publisher()
     send_all(plain, topic, [b"0"])
-    rocketmq_broker.pause()
-    try:
+    with paused(rocketmq_broker):
         send(plain, topic, b"1")
         for call in (plain.flush, plain.close):
             with within(0.5), pytest.raises(errors.DeadlineExceeded, match="1 messages"):
                 call(Deadline(0.5))
         with pytest.raises(errors.InvalidState):
             plain.flush(Deadline(1))
-    finally:
-        rocketmq_broker.resume()
 
 
 @pytest.mark.full
@@ -195,14 +189,11 @@ def test_messages_wait_for_a_broker_that_is_away(start_rocketmq, publisher):
 def test_a_publisher_has_room_for_a_bounded_number_of_messages(rocketmq_broker, publisher, topic):
     plain = publisher()
     send_all(plain, topic, [b"0"])
-    rocketmq_broker.pause()
-    try:
+    with paused(rocketmq_broker):
         with pytest.raises(errors.DeadlineExceeded, match="room"):
             for number in range(3000):
                 send(plain, topic, b"%d" % number, seconds=0.3)
         assert 500 < number < 3000
-    finally:
-        rocketmq_broker.resume()
     plain.flush(Deadline(60))
 
 

@@ -30,75 +30,70 @@ def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
     return start_shared(settings={"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"})
 
 
-@pytest.fixture
-def one(client: RemotingClient) -> str:
-    return new_topic(client)
-
-
 def halves(client: RemotingClient, topic: str) -> int:
     """Return how many halves were ever stored in a half topic."""
     return client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
 
 
-def test_half_messages_wait_in_rocksdb_and_the_capabilities_say_what_is_missing(open_bridge, client, one):
+def test_half_messages_wait_in_rocksdb_and_the_capabilities_say_what_is_missing(open_bridge, client, topic):
     bridge = open_bridge()
     with bridge.transaction() as txn:
-        txn.send_many(one, numbered(3))
+        txn.send_many(topic, numbered(3))
         flush(txn)
         assert becomes_true(lambda: halves(client, ROCKSDB_HALF_TOPIC) >= 3)  # the broker counts a little later
         assert halves(client, HALF_TOPIC) == 0
-    assert bodies(client, one) == numbered(3)
+    assert bodies(client, topic) == numbered(3)
     for capability in (Capability.LIST_OPEN, Capability.END_OPEN):
         assert "RocksDB" in bridge.capabilities[capability].note
     with pytest.raises(NotSupported, match="RocksDB"):
         bridge.admin.transactions()
 
 
-def test_an_aborted_message_is_never_seen_nor_asked_about_long(open_bridge: Open, client: RemotingClient, one: str):
+def test_an_aborted_message_is_never_seen_nor_asked_about_long(open_bridge: Open, client: RemotingClient, topic: str):
     bridge = open_bridge()
     with bridge.transaction() as txn:
-        txn.send(one, b"never")
+        txn.send(topic, b"never")
         flush(txn)
         txn.abort()
     with bridge.transaction() as txn:
-        txn.send(one, b"seen")
-    assert becomes_true(lambda: bodies(client, one) == [b"seen"])
+        txn.send(topic, b"seen")
+    assert becomes_true(lambda: bodies(client, topic) == [b"seen"])
 
 
 @pytest.mark.parametrize("decision", ["commit", "abort"])
 def test_a_token_ends_half_messages_in_rocksdb_from_another_process_after_a_kill_of_the_broker(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str, decision: str
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, topic: str, decision: str
 ) -> None:
-    token = prepare(open_bridge(), one, *numbered(4))
+    token = prepare(open_bridge(), topic, *numbered(4))
     rocketmq_broker.restart()
     other = open_bridge()
     outcome = other.commit(token) if decision == "commit" else other.abort(token)
     assert outcome is (Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED)
     assert open_bridge().status(token).state.value == outcome.value
-    assert bodies(client, one) == (numbered(4) if decision == "commit" else [])
+    assert bodies(client, topic) == (numbered(4) if decision == "commit" else [])
 
 
 def test_messages_that_a_dead_owner_decided_are_published_by_others_once_and_in_order(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, topic: str
 ) -> None:
-    with faults.proxy(rocketmq_broker) as proxy, Child(writing_kit.commit_some, proxy.url, [one], 4) as child:
+    with faults.proxy(rocketmq_broker) as proxy, Child(writing_kit.commit_some, proxy.url, [topic], 4) as child:
         held = proxy.hold(requests="END_TRANSACTION", count=None)
         held.wait()
         child.kill()
         held.drop()
     open_bridge()  # of the same application, so that it gets the check-backs
-    assert becomes_true(lambda: len(bodies(client, one)) >= 4)
-    assert bodies(client, one) == numbered(4)
+    assert becomes_true(lambda: len(bodies(client, topic)) >= 4)
+    assert bodies(client, topic) == numbered(4)
 
 
 @pytest.mark.full  # waits for the last check-back, and restarts the broker
 def test_decided_messages_that_the_broker_gave_up_are_lost_until_a_restart_with_more_checks(
-    rocketmq_broker, settings, open_bridge, client, one, monkeypatch
+    rocketmq_broker, settings, open_bridge, client, topic, monkeypatch
 ):
     settings(transactionCheckMax=10)
     application, id, owned = unique("application"), unique("owner"), new_topic(client)
     given_up = [
-        left_decided(rocketmq_broker.url, [one], 3, 2.0, None, application),
+        left_decided(rocketmq_broker.url, [topic], 3, 2.0, None, application),
         left_decided(rocketmq_broker.url, [owned], 3, 2.0, id, application),
     ]
     with monkeypatch.context() as patched:
@@ -111,15 +106,15 @@ def test_decided_messages_that_the_broker_gave_up_are_lost_until_a_restart_with_
         last = prepared(heir, client)
         assert becomes_true(lambda: asked.count(last) == 2)
     assert not {*asked} & {*given_up}
-    key = unique_key(one, TransactionPlace(given_up[0], 0))
+    key = unique_key(topic, TransactionPlace(given_up[0], 0))
     assert client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
-    assert bodies(client, one) == bodies(client, owned) == []
+    assert bodies(client, topic) == bodies(client, owned) == []
     open_bridge(transactional_id=id, application=application)
-    assert (bodies(client, one), bodies(client, owned)) == ([], numbered(3))
+    assert (bodies(client, topic), bodies(client, owned)) == ([], numbered(3))
     assert any("stays unpublished" in each.text for each in broker_of(heir).admin.check(Deadline(LONG)))
     settings(transactionCheckMax=1000)  # the broker also writes this setting to its file
     rocketmq_broker.restart()
-    assert becomes_true(lambda: bodies(client, one) == numbered(3))
+    assert becomes_true(lambda: bodies(client, topic) == numbered(3))
 
 
 def left_decided(*what: Any) -> str:

@@ -20,12 +20,9 @@ HOSTS = (("h", None), ("h2", 19876))
 
 def settings(hosts=HOSTS, path="", context=None, **given):
     options = {name: option.default for name, option in OPTIONS.items()} | given
-    about = {"bridge": "b", "events": Emitter("b", ()), "application": "a", "timeout": 30, "hold": None}
-    return parse_settings(
-        Url("rocketmq", hosts, path, "rocketmq://h"),
-        options,
-        Context(**{**about, "create_topics": None, **(context or {})}),
-    )
+    about = {"application": "a", "timeout": 30, "hold": None, "create_topics": None, **(context or {})}
+    used_by = Context("b", Emitter("b", ()), **about)
+    return parse_settings(Url("rocketmq", hosts, path, "rocketmq://h"), options, used_by)
 
 
 def test_hosts_are_name_servers_and_without_a_port_they_have_rocketmqs_own():

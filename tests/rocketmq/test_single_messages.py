@@ -16,7 +16,7 @@ from txnbridge_rocketmq.write.transaction_properties import origin_of
 
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls
-from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, send
+from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, once, send, wait_for_deadline
 from txnbridge.errors import EvidenceLost, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Decision, Ledger, Outcome, Status, Token, TokenState
 
@@ -85,11 +85,6 @@ def lost(owner: Process, broker: HalfBroker, fault: str = "lose request") -> Any
     return writer
 
 
-def wait_until_over(writer: Any) -> None:
-    while time.time() * 1000 <= writer.evidence().expires_at:
-        time.sleep(0.01)
-
-
 def test_a_single_message_is_committed_by_its_end_alone(owner, broker, log):
     before, asked = log.next, []
     broker.fault = lambda request: asked.append(request.code)
@@ -115,14 +110,7 @@ def test_any_other_transaction_is_decided_in_the_log(owner, other, broker, log, 
 @pytest.mark.parametrize("fault", ["lose request", "lose answer", int(ResponseCode.ILLEGAL_OPERATION)])
 def test_an_end_that_fails_is_made_good_once(owner, broker, fault):
     writer = begin(owner, 1)
-    ends = 0
-
-    def first(request: RpcRequest[Any]) -> str | int | None:
-        nonlocal ends
-        ends += request.code == END
-        return fault if request.code == END and ends == 1 else None
-
-    broker.fault = first
+    once(broker, END, fault)
     writer.commit(Deadline(60))
     assert broker.seen("a") == [b"1"]
 
@@ -130,7 +118,7 @@ def test_an_end_that_fails_is_made_good_once(owner, broker, fault):
 def test_a_single_message_published_without_an_answer_is_committed_for_everyone(owner, other, broker, log):
     writer = lost(owner, broker, "lose answer")
     before = log.next
-    wait_until_over(writer)
+    wait_for_deadline(writer)
     assert status(owner, writer).state is TokenState.COMMITTED
     broker.open.add(1)  # as after a kill of the broker, which had not noted the end yet
     other.checks.answer(broker.ask())
@@ -141,7 +129,7 @@ def test_a_single_message_published_without_an_answer_is_committed_for_everyone(
 
 def test_a_message_that_retention_may_have_dropped_is_told_neither_aborted_nor_committed(owner, other, broker, log):
     writer = lost(owner, broker, "lose answer")
-    wait_until_over(writer)
+    wait_for_deadline(writer)
     assert status(other, writer).state is TokenState.COMMITTED
     before = log.next
     broker.open.add(1)
@@ -165,7 +153,7 @@ def test_an_unpublished_message_is_aborted_by_a_copy_too_if_the_broker_has_older
         broker.age(keep=1)
         broker.halves[-1].stored_at -= 1000
     writer = lost(owner, broker)
-    wait_until_over(writer)
+    wait_for_deadline(writer)
     other.checks.answer(broker.ask())
     assert status(other, writer).state is TokenState.ABORTED
     assert broker.seen("a") == [] and not broker.open
@@ -174,7 +162,7 @@ def test_an_unpublished_message_is_aborted_by_a_copy_too_if_the_broker_has_older
 @pytest.mark.parametrize("by", ["a check-back", "a status", "a token", "its writer"])
 def test_a_message_that_the_index_does_not_have_yet_is_looked_up_again(owner, other, broker, log, by):
     writer = lost(owner, broker, "lose answer")
-    wait_until_over(writer)
+    wait_for_deadline(writer)
     broker.open.add(1)
     found, before, looks = broker.found, log.next, 0
 
@@ -228,7 +216,7 @@ def test_an_unpublished_message_is_aborted_when_its_time_is_over(owner, other, b
     if by == "its writer":
         writer.reopen(Deadline(60))
     else:
-        wait_until_over(writer)
+        wait_for_deadline(writer)
         other.checks.answer(broker.ask() if by == "a check-back" else [])
     assert status(owner, writer).state is TokenState.ABORTED
     assert broker.seen("a") == []
@@ -244,7 +232,7 @@ def test_a_message_published_behind_a_look_is_not_aborted_by_the_clock_after_it(
         answer: RemotingCommand = look(fields)
         looks -= fields["topic"] == "a"
         if looks == 0 and not broker.published:
-            wait_until_over(writer)
+            wait_for_deadline(writer)
             half = broker.halves[-1]
             broker.published.append((half.topic, half.queue, half.properties, half.body))
         return answer
@@ -294,7 +282,7 @@ def test_an_owner_that_sleeps_until_another_has_aborted_is_told_so(owner, other,
         nonlocal slept
         if request.code == END and not slept:
             slept = broker.late = True
-            wait_until_over(writer)
+            wait_for_deadline(writer)
             other.checks.answer(broker.ask())
 
     broker.fault = sleep_before_end
