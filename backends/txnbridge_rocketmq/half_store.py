@@ -234,16 +234,14 @@ class RocketMQHalfStore(HalfStore):
 
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
         """Return the half message whose halves the broker has discarded (`parked`); None if some were never stored."""
-        record, origin = parked.halves[0].record, parked.origin
+        half, origin = parked.halves[0], parked.origin
         if origin is None:
             return None
         ledger = self._cluster.ledger(parked.name, origin.log)
-        prepared = prepared_by(record, parked.halves[0].broker) or prepare_record(
-            ledger, parked.name, origin.log, deadline
-        )
+        prepared = prepared_by(half.record, half.broker) or prepare_record(ledger, parked.name, origin.log, deadline)
         if prepared is None:
             return None
-        return self._as_half(group, parked.name, record, origin, prepared, deadline)
+        return self._as_half(group, parked.name, half.record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
         """Yield the half messages of a group, of all applications, for which the broker stopped its check-backs."""
