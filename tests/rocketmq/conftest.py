@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ, rocketmq_or_skip
+from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import Much
 from txnbridge_rocketmq import backend
 from txnbridge_rocketmq.client import administration
@@ -140,12 +141,16 @@ def administrator(txnbridge_url: str) -> Iterator[Bridge]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Abort what the suite's killed programs left open: the broker writes open halves again in each round, for ever."""
+    """End what the suite's killed programs left open: the broker writes open halves again in each round, for ever."""
     if request.path.name != "test_suite.py":
         yield
         return
-    admin = request.getfixturevalue("administrator").admin
+    admin, url = request.getfixturevalue("administrator").admin, request.getfixturevalue("txnbridge_url")
     yield
-    for left in admin.transactions():
-        with contextlib.suppress(TxnBridgeError):  # another process has ended it meanwhile
-            admin.abort(left.transaction)
+    if admin.transactions():
+        with txnbridge.connect(url, application="default"):  # answers for what its application has decided
+            for left in admin.transactions():
+                if left.state != "ending":
+                    with contextlib.suppress(TxnBridgeError):  # another process has ended it meanwhile
+                        admin.abort(left.transaction)
+            eventually(lambda: "default" not in {each.owner for each in admin.transactions()}, "nothing is open")
