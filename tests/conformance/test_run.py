@@ -31,7 +31,7 @@ from txnbridge_conformance.report import Report
 from txnbridge_conformance.run import official_readers, program
 from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
-from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, Injected, NetworkFaults
+from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, HookFaults, Injected, NetworkFaults
 from txnbridge_conformance.run.hunt import Hunt, hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process, RunFailed
@@ -600,6 +600,23 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
     assert len(topics_at_the_heal) == 1 and topics_at_the_heal[0] >= len(plan.all_topics)
     with connect(plan.url) as bridge:
         assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []
+
+
+@pytest.mark.parametrize("verb", ["inject", "heal"])
+def test_what_a_hook_does_is_healed_also_if_it_is_interrupted(verb, tmp_path, monkeypatch):
+    calls: list[str] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        calls.append(" ".join(command))
+        if calls.count(f"hook {verb} kill node1") == 1 and verb in command:
+            raise KeyboardInterrupt
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 2, str(tmp_path / "out"), workloads=["decisions"])
+    with pytest.raises(KeyboardInterrupt):
+        hunt(plan, lambda text: None, None, (), [HookFaults("hook", [("kill", "node1")])])
+    assert calls[-2:] == [f"hook {verb} kill node1", "hook heal kill node1"]
 
 
 def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, broken_broker, caplog):
