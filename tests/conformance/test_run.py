@@ -42,7 +42,7 @@ from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, fin
 import txnbridge
 from tests.conformance import broken
 from tests.conformance.broken import Broken, around, scheme_of
-from tests.failing import answer_calls, raising
+from tests.failing import answer_calls, note_calls, raising, replace_method
 from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
@@ -617,6 +617,16 @@ def test_what_a_hook_does_is_healed_also_if_it_is_interrupted(verb, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         hunt(plan, lambda text: None, None, (), [HookFaults("hook", [("kill", "node1")])])
     assert calls[-2:] == [f"hook {verb} kill node1", "hook heal kill node1"]
+
+
+def test_no_process_that_is_killed_at_the_end_starts_again(tmp_path, monkeypatch):
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 0.1, str(tmp_path), workloads=["decisions"])
+    with closing(Hunt(plan, print, None, None, False)) as hunted, hunted.topics() as bridge:
+        hunted.work(bridge)
+        starts = note_calls(monkeypatch, Process, "start")
+        # As the thread of a part that was interrupted does.
+        replace_method(monkeypatch, Process, "kill", lambda kill, process: [kill(process), hunted._replace_dead()])
+    assert starts == []
 
 
 def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, broken_broker, caplog):

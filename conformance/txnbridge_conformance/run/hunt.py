@@ -264,9 +264,8 @@ class Hunt:
         try:
             self._heal(math.inf)
         finally:
-            for process in self._processes:
-                process.kill()
-            self._processes.clear()  # a part that was left to itself starts none again
+            while self._processes:
+                self._processes.pop().kill()  # a part that was left to itself does not start it again
 
     def close(self) -> None:
         self._recorder.close()
