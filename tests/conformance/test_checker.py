@@ -291,6 +291,12 @@ def test_a_check_back_shows_the_messages_of_its_transaction():
         assert story.found() == ["checkback-lie"] * lies
 
 
+def test_half_messages_are_not_published_against_the_decision_also_if_their_process_had_not_named_them():
+    for outcome, log, found in (("aborted", "1", ["phantom-commit"]), ("aborted", "", []), ("committed", "1", [])):
+        story = Story().txn("a", "1", what="half", result=None).txn("b", what="check", transaction="x", values=["1"])
+        assert story.txn("run", what="decided", transaction="x", outcome=outcome).read(*log).found() == found
+
+
 def test_a_run_whose_condition_never_comes_true_hangs():
     for result, found in (("fail", ["hang"]), (None, [])):  # the run was cut off
         story = Story().txn("run", what="settle", condition="transactions are still open", result=result)

@@ -28,13 +28,14 @@ from txnbridge_conformance.contract_run import ContractResult
 from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
-from txnbridge_conformance.run import official_readers, program
+from txnbridge_conformance.run import official_readers
 from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, HookFaults, Injected, NetworkFaults
 from txnbridge_conformance.run.hunt import Hunt, hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process, RunFailed
+from txnbridge_conformance.run.program import _stop_by_signal
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, finish, own, watch
@@ -194,7 +195,7 @@ def test_a_process_that_waits_is_ended_by_sigterm(thread, tmp_path):
     client = Client(plan, "p", Recorder(tmp_path / "p.jsonl", "p", "c"), random.Random(1))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        program._stop_by_signal(client)
+        _stop_by_signal(client)
         if thread == "main":
             # As `stop.wait` holds it: a handler that took it would wait for itself.
             with client.stop._cond:  # type: ignore[attr-defined]
@@ -625,7 +626,7 @@ def test_no_process_that_is_killed_at_the_end_starts_again(tmp_path, monkeypatch
         hunted.work(bridge)
         starts = note_calls(monkeypatch, Process, "start")
         # As the thread of a part that was interrupted does.
-        replace_method(monkeypatch, Process, "kill", lambda kill, process: [kill(process), hunted._replace_dead()])
+        replace_method(monkeypatch, Process, "kill", lambda kill, each: kill(each) or hunted._replace_dead())
     assert starts == []
 
 
