@@ -152,16 +152,23 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
 def test_a_process_that_was_killed_by_neither_the_run_nor_itself_has_crashed(tmp_path):
     plan, complaints = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path)), list[str]()
     process = Process(plan, "decide", 0, lambda role: 0, lambda name, what: complaints.append(f"{name}: {what}"))
+
+    def crash() -> None:
+        pid = int(processes_of(tmp_path)[0].split()[0])
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
     try:
-        for kill in (process.kill, lambda: os.kill(int(processes_of(tmp_path)[0].split()[0]), signal.SIGKILL)):
+        for ends in "kill", "crash", "crash kill", "stop start", "crash stop start":
             history = tmp_path / f"{process.name}.jsonl"
             eventually(lambda: history.exists() and '"result":"ok"' in history.read_text(), "it works")  # noqa: B023
-            kill()
-            # A process that is ending has no name any more, and cannot be replaced yet.
-            eventually(lambda: [cast(Any, process).replace_dead(), process.name != history.stem][1], "it is replaced")  # noqa: B023
+            for end in ends.split():
+                crash() if end == "crash" else getattr(process, end)()
+            process.replace_dead()
     finally:
         process.kill()
-    assert complaints == ["decide0-2: it ended with -9, and decide0-2.err ends with: it said nothing"]
+    said = [f"decide0-{at}: it ended with -9, and decide0-{at}.err ends with: it said nothing" for at in (2, 3, 5)]
+    assert complaints == said
 
 
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
