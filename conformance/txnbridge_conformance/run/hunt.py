@@ -183,10 +183,9 @@ class Hunt:
                 stack.callback(self._end_fault, each)
 
     def _end_fault(self, each: tuple[float, Faults, Injected]) -> None:
-        injected = each[2]
-        injected.heal()
+        each[2].heal()
         self._injected.remove(each)  # not before: one whose heal is interrupted is healed at the end
-        self._recorder.fault(injected.kind, injected.target, "end")
+        self._recorder.fault(each[2].kind, each[2].target, "end")
 
     def _replace_dead(self) -> None:
         for process in self._processes:
