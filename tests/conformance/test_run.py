@@ -603,7 +603,7 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
 
 
 @pytest.mark.parametrize("verb", ["inject", "heal"])
-def test_what_a_hook_does_is_healed_also_if_it_is_interrupted(verb, tmp_path, monkeypatch):
+def test_a_hook_heals_also_if_it_was_interrupted(verb, tmp_path, monkeypatch):
     fail_call(monkeypatch, subprocess, "run", KeyboardInterrupt, when=lambda command, **_: verb in command)
     calls = note_calls(monkeypatch, subprocess, "run", lambda command, **_: command[1])
     plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 2, str(tmp_path / "out"), workloads=["decisions"])
