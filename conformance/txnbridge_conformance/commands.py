@@ -9,7 +9,7 @@ import random
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -357,12 +357,10 @@ def _broken(report: dict[str, Any]) -> set[str]:
 
 
 def _report_in(folder: str) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         report = json.loads((Path(folder) / "report.json").read_text())
         if report["report"] == 1:
             return dict(report)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     raise click.BadParameter(f"{folder} holds no report.json of a run; make one with: txnbridge conformance run")
 
 

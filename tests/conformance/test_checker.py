@@ -231,11 +231,8 @@ def test_a_reader_without_positions_finds_what_is_missing_and_what_comes_twice()
     assert story.found() == ["unseen", "duplicate", "torn-transaction"]
 
 
-def test_a_transaction_that_receives_what_it_sends_reads_before_its_commit():
+def test_a_transaction_does_not_receive_what_it_sends_and_one_that_was_committed_is_there():
     assert Story().txn("a", "1", polls=["1"]).found() == ["precommitted-read"]
-
-
-def test_a_committed_transaction_of_which_nothing_is_there_was_a_lie():
     assert Story().txn("a", "1").read().found() == ["unseen", "outcome-lie"]
 
 
@@ -289,6 +286,14 @@ def test_a_check_back_shows_the_messages_of_its_transaction():
         story = Story().txn("a", "1", "2", what="half", transaction=stored or None, result=None)
         story.txn("b", what="check", transaction=asked, values=shown.split())
         assert story.found() == ["checkback-lie"] * lies
+
+
+def test_half_messages_that_their_process_had_not_named_are_published_if_a_check_back_says_so():
+    for outcome, found in ("aborted", ["phantom-commit"]), ("committed", []), (None, ["early-read"]):
+        story = Story().txn("a", "0", what="half", ending=1).txn("a", "1", what="half", result=None)
+        if outcome:
+            story.txn("b", what="check", transaction="x", values=["1"])
+        assert story.txn("run", what="decided", transaction="x", outcome=outcome).read("0", "1").found() == found
 
 
 def test_a_run_whose_condition_never_comes_true_hangs():

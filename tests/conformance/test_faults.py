@@ -43,18 +43,13 @@ def stored(url: str) -> list[object]:
         return [message.value for message in bridge.read("orders", limit=10)]
 
 
-def test_a_program_is_killed_at_an_event(url, program):
-    with start("kill", "commit/before/3", program, url) as process:
-        process.wait(60)
-    assert process.returncode == -signal.SIGKILL
+def test_a_program_or_a_module_is_killed_at_an_event(url, program):
+    create = ("-m", "txnbridge.cli", "topics", "create", "--url", url, "orders")
+    for arguments in ("bridge.open/after", *create), ("commit/before/3", program, url):
+        with start("kill", *arguments) as process:
+            process.wait(60)
+        assert process.returncode == -signal.SIGKILL
     assert stored(url) == [b"0", b"1"]
-
-
-def test_a_module_is_killed_at_an_event(url):
-    arguments = ["-m", "txnbridge.cli", "topics", "create", "--url", url, "orders"]
-    with start("kill", "bridge.open/after", *arguments) as process:
-        process.wait(60)
-    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_program_is_paused_at_an_event_and_goes_on(url, program):

@@ -132,37 +132,25 @@ def answer(correlation_id: int) -> bytes:
     return struct.pack(">i", correlation_id)
 
 
-def test_an_answer_belongs_to_the_request_of_its_number():
+def test_an_answer_belongs_to_the_request_of_its_number_whatever_was_not_answered_or_not_asked():
     conversation = KafkaConversation()
-    first, second = conversation.request(request(26, 1)), conversation.request(request(0, 2))
-    assert (first.kind, first.version, first.correlation_id) == (26, 1, 1)
-    assert conversation.answer(answer(1)) is first
-    assert first.answered.is_set() and not second.answered.is_set()
-    assert conversation.answer(answer(2)) is second
-
-
-def test_a_request_that_wanted_no_answer_is_passed_over():
-    conversation = KafkaConversation()
-    unanswered, last = conversation.request(request(0, 1)), conversation.request(request(26, 2))
+    first, unanswered, last = (conversation.request(request(kind, at)) for at, kind in enumerate((26, 0, 26)))
+    assert (first.kind, first.version, first.correlation_id) == (26, 1, 0)
+    assert conversation.answer(answer(7)) is None
+    assert conversation.answer(answer(0)) is first
+    assert first.answered.is_set() and not last.answered.is_set()
     assert conversation.answer(answer(2)) is last
     assert not unanswered.answered.is_set()
 
 
-def test_an_answer_without_a_request_is_ignored_and_disturbs_no_request():
-    conversation = KafkaConversation()
-    asked = conversation.request(request(26, 1))
-    assert conversation.answer(answer(7)) is None
-    assert conversation.answer(answer(1)) is asked
-
-
-@given(st.lists(st.tuples(st.booleans(), st.binary(min_size=8, max_size=8))))
-def test_no_heads_in_any_order_are_an_error_to_kafka(heads):
-    conversation = KafkaConversation()
+@pytest.mark.parametrize("protocol", [KafkaConversation, PulsarConversation])
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=50))))
+def test_no_heads_in_any_order_are_an_error(protocol, heads):
+    conversation = protocol()
     for is_request, head in heads:
-        if is_request:
-            conversation.request(head)
-        else:
-            conversation.answer(head[:4])
+        way = "request" if is_request else "answer"
+        size = getattr(protocol, f"{way}_head")
+        getattr(conversation, way)(head.ljust(size or 0)[:size])
 
 
 def command(kind: int, *fields: tuple[int, _protocols.Value]) -> bytes:
@@ -235,16 +223,6 @@ def test_requests_that_are_never_answered_are_forgotten(monkeypatch):
         conversation.request(command(56, (1, number)))
         conversation.request(command(6, (1, 1), (2, 1), (3, 1)))
     assert sum(map(len, conversation._pending.values())) <= 10 + 100
-
-
-@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=50))))
-def test_no_heads_in_any_order_are_an_error_to_pulsar(heads):
-    conversation = PulsarConversation()
-    for is_request, head in heads:
-        if is_request:
-            conversation.request(head)
-        else:
-            conversation.answer(head)
 
 
 values = st.one_of(st.integers(0, 2**64 - 1), st.binary(max_size=200))

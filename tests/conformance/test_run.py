@@ -28,13 +28,14 @@ from txnbridge_conformance.contract_run import ContractResult
 from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
-from txnbridge_conformance.run import official_readers, program
+from txnbridge_conformance.run import official_readers
 from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
-from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, Injected, NetworkFaults
+from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, HookFaults, Injected, NetworkFaults
 from txnbridge_conformance.run.hunt import Hunt, hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process, RunFailed
+from txnbridge_conformance.run.program import _stop_by_signal
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, finish, own, watch
@@ -42,7 +43,7 @@ from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, fin
 import txnbridge
 from tests.conformance import broken
 from tests.conformance.broken import Broken, around, scheme_of
-from tests.failing import answer_calls, raising
+from tests.failing import answer_calls, fail_call, note_calls, on_call, raising
 from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
@@ -151,16 +152,23 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
 def test_a_process_that_was_killed_by_neither_the_run_nor_itself_has_crashed(tmp_path):
     plan, complaints = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path)), list[str]()
     process = Process(plan, "decide", 0, lambda role: 0, lambda name, what: complaints.append(f"{name}: {what}"))
+
+    def crash() -> None:
+        pid = int(processes_of(tmp_path)[0].split()[0])
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
     try:
-        for kill in (process.kill, lambda: os.kill(int(processes_of(tmp_path)[0].split()[0]), signal.SIGKILL)):
+        for ends in "kill", "crash", "crash kill", "stop start", "crash stop start":
             history = tmp_path / f"{process.name}.jsonl"
             eventually(lambda: history.exists() and '"result":"ok"' in history.read_text(), "it works")  # noqa: B023
-            kill()
-            # A process that is ending has no name any more, and cannot be replaced yet.
-            eventually(lambda: [cast(Any, process).replace_dead(), process.name != history.stem][1], "it is replaced")  # noqa: B023
+            for end in ends.split():
+                crash() if end == "crash" else getattr(process, end)()
+            process.replace_dead()
     finally:
         process.kill()
-    assert complaints == ["decide0-2: it ended with -9, and decide0-2.err ends with: it said nothing"]
+    said = [f"decide0-{at}: it ended with -9, and decide0-{at}.err ends with: it said nothing" for at in (2, 3, 5)]
+    assert complaints == said
 
 
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
@@ -194,7 +202,7 @@ def test_a_process_that_waits_is_ended_by_sigterm(thread, tmp_path):
     client = Client(plan, "p", Recorder(tmp_path / "p.jsonl", "p", "c"), random.Random(1))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        program._stop_by_signal(client)
+        _stop_by_signal(client)
         if thread == "main":
             # As `stop.wait` holds it: a handler that took it would wait for itself.
             with client.stop._cond:  # type: ignore[attr-defined]
@@ -460,19 +468,26 @@ def test_calls_tell_their_deadline_so_that_one_that_hangs_is_found(role, call, t
     }
 
 
-def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_for_is_found_at_the_end(tmp_path):
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
-    with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
+@contextmanager
+def with_topics(folder: Path) -> Iterator[tuple[Client, txnbridge.Bridge]]:
+    """Yield a run's own client and bridge, on a broker with the run's topics."""
+    plan = Plan(f"embedded:{folder / 'broker.db'}", "a", 1, 0.1, str(folder))
+    with closing(Recorder(folder / "run.jsonl", "run", "c")) as recorder:
         client = Client(plan, "run", recorder, random.Random(1))
         with client.bridge() as bridge:
             for topic in plan.all_topics:
                 bridge.admin.create_topic(topic, 3)
-            for _ in range(60):
-                _one(client, bridge, 0, 0)
-            for each in bridge.admin.transactions():
-                bridge.abort(str(each.token))
-            Settling(client, bridge, (), lambda _: None, lambda: None, raw=False).settle()
-    history = read_history([tmp_path])
+            yield client, bridge
+
+
+def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_for_is_found_at_the_end(tmp_path):
+    with with_topics(tmp_path) as (client, bridge):
+        for _ in range(60):
+            _one(client, bridge, 0, 0)
+        for each in bridge.admin.transactions():
+            bridge.abort(str(each.token))
+        Settling(client, bridge, (), lambda _: None, lambda: None, raw=False).settle()
+    history, plan = read_history([tmp_path]), client.plan
     prepared = [each for each in history.operations if each.outcome == "prepared" and each.what == "transaction"]
     for name, values in ("deadline", {plan.timeout, 2.0}), ("hold", {plan.hold, 5.0}):
         assert {each.fields[name] for each in prepared} == values
@@ -481,21 +496,16 @@ def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_
 
 def test_a_reader_that_stalls_although_there_is_more_to_read_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("txnbridge_conformance.run.settling._SETTLING_SECONDS", 0.5)
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 0.1, str(tmp_path))
-    run, watcher = (
-        Client(plan, name, Recorder(tmp_path / f"{name}.jsonl", name, "c"), random.Random(1))
-        for name in ("run", "watch0")
-    )
-    with closing(run.recorder), closing(watcher.recorder), run.bridge() as bridge:
-        for topic in plan.all_topics:
-            bridge.admin.create_topic(topic, 3)
+    recorder = Recorder(tmp_path / "watch0.jsonl", "watch0", "c")
+    with closing(recorder), with_topics(tmp_path) as (run, bridge):
+        watcher, left = Client(run.plan, "watch0", recorder, random.Random(1)), run.plan.named("left")
         threading.Timer(1, watcher.stop.set).start()
-        run.transact(bridge, run.single(plan.named("left")))
+        run.transact(bridge, run.single(left))
         watch(watcher)
         for found in ([], ["hang"]):
             Settling(run, bridge, ("watch",), lambda _: None, lambda: None, raw=False).settle()
             assert check(read_history([tmp_path])).names == found
-            run.transact(bridge, run.single(plan.named("left")))
+            run.transact(bridge, run.single(left))
 
 
 @pytest.mark.parametrize(
@@ -515,13 +525,8 @@ def test_a_run_waits_for_readers_as_long_as_they_get_on(left, found, tmp_path, m
         "txnbridge_conformance.run.settling.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
     )
     monkeypatch.setattr(Settling, "_is_watched", is_watched)
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
-    with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
-        client = Client(plan, "run", recorder, random.Random(1))
-        with client.bridge() as bridge:
-            for topic in plan.all_topics:
-                bridge.admin.create_topic(topic, 3)
-            Settling(client, bridge, ("watch",), lambda _: None, lambda: None, raw=False).settle()
+    with with_topics(tmp_path) as (client, bridge):
+        Settling(client, bridge, ("watch",), lambda _: None, lambda: None, raw=False).settle()
     assert check(read_history([tmp_path])).names == found
 
 
@@ -535,19 +540,14 @@ def test_a_group_without_members_has_read_everything_although_a_look_at_it_faile
         with open_bridge(self, **settings) as found:
             yield found
 
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
-    with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
-        client = Client(plan, "run", recorder, random.Random(1))
-        with client.bridge() as its_bridge:
-            for topic in plan.all_topics:
-                its_bridge.admin.create_topic(topic, 3)
-            virtual = SimpleNamespace(monotonic=lambda: next(clock) / 10, sleep=lambda seconds: None)
-            monkeypatch.setattr("txnbridge_conformance.run.settling.time", virtual)
-            monkeypatch.setattr("txnbridge_conformance.run.settling._QUIET_SECONDS", 0.0)
-            monkeypatch.setattr(Client, "bridge", bridge)
-            answer_calls(monkeypatch, Settling, "_is_drained", False)  # its positions cannot be compared
-            answer_calls(monkeypatch, Settling, "_is_repaired", True)
-            Settling(client, its_bridge, ("process",), lambda _: None, lambda: None, raw=False).settle()
+    with with_topics(tmp_path) as (client, its_bridge):
+        virtual = SimpleNamespace(monotonic=lambda: next(clock) / 10, sleep=lambda seconds: None)
+        monkeypatch.setattr("txnbridge_conformance.run.settling.time", virtual)
+        monkeypatch.setattr("txnbridge_conformance.run.settling._QUIET_SECONDS", 0.0)
+        monkeypatch.setattr(Client, "bridge", bridge)
+        answer_calls(monkeypatch, Settling, "_is_drained", False)  # its positions cannot be compared
+        answer_calls(monkeypatch, Settling, "_is_repaired", True)
+        Settling(client, its_bridge, ("process",), lambda _: None, lambda: None, raw=False).settle()
     assert check(read_history([tmp_path])).names == []
 
 
@@ -600,6 +600,26 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
     assert len(topics_at_the_heal) == 1 and topics_at_the_heal[0] >= len(plan.all_topics)
     with connect(plan.url) as bridge:
         assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []
+
+
+@pytest.mark.parametrize("verb", ["inject", "heal"])
+def test_a_hook_heals_also_if_it_was_interrupted(verb, tmp_path, monkeypatch):
+    fail_call(monkeypatch, subprocess, "run", KeyboardInterrupt, when=lambda command, **_: verb in command)
+    calls = note_calls(monkeypatch, subprocess, "run", lambda command, **_: command[1])
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 2, str(tmp_path / "out"), workloads=["decisions"])
+    with pytest.raises(KeyboardInterrupt):
+        hunt(plan, lambda text: None, None, (), [HookFaults("true", [("kill", "node1")])])
+    assert calls[-2:] == [verb, "heal"]
+
+
+def test_no_process_that_is_killed_at_the_end_starts_again(tmp_path, monkeypatch):
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 0.1, str(tmp_path), workloads=["decisions"])
+    with closing(Hunt(plan, print, None, None, False)) as hunted, hunted.topics() as bridge:
+        hunted.work(bridge)
+        starts = note_calls(monkeypatch, Process, "start")
+        # As the thread of a part that was interrupted does.
+        on_call(monkeypatch, Process, "kill", lambda _: hunted._replace_dead())
+    assert starts == []
 
 
 def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, broken_broker, caplog):

@@ -29,7 +29,7 @@ def check(history: History) -> Findings:
     _messages.check_reads(tables, refined, time, findings)
     _full_reads.check_full_reads(tables, fate, refined, time, findings)
     _call_order.check_owners(tables, refined, findings)
-    _call_order.check_check_backs(tables, findings)
+    _call_order.check_check_backs(tables, refined, findings)
     _call_order.check_claims(tables, findings)
     _call_order.check_prepared(tables, fate, time, findings)
     _hangs_and_crashes.check_hangs_and_crashes(tables, findings)

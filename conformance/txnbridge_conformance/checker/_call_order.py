@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from txnbridge_conformance.checker._clocks import RealTime, prepares
-from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Numbers, Tables, told_by
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, Numbers, Tables, told_by
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import CHANGED, Operation
 
@@ -49,8 +49,7 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
         # For each session: the one that had opened the id first, among this one and those that began to open it later.
         firsts: list[_Session] = []
         for session in reversed(sessions):
-            firsts.append(min([session, *firsts[-1:]], key=lambda each: each.opened_before))
-        firsts.reverse()
+            firsts.insert(0, min([session, *firsts[:1]], key=lambda each: each.opened_before))
         for session in sessions:
             newer = bisect_right(starts, session.opened_before)
             for transaction in session.transactions if newer < len(sessions) else ():
@@ -95,20 +94,25 @@ def _is_late(transaction: Operation, now: int) -> bool:
     return bool(ended > transaction.start + (fields.get("deadline", 0) + fields.get("hold", 0) * prepared) * 1e9)
 
 
-def check_check_backs(tables: Tables, findings: Findings) -> None:
+def check_check_backs(tables: Tables, fate: Numbers, findings: Findings) -> None:
     """Find check-backs that showed other messages than those that their half-message transaction had sent.
 
-    A process that was killed early has not recorded the name of its transaction: its messages name it.
+    A process that was killed early has not recorded the name of its transaction: its messages name it. Find those of
+    them that full reads received (`fate`), although their work was not done.
     """
     halves = {each.transaction: each.order for each in tables.operations if each.what == "half" and each.transaction}
+    undone = {each.transaction for each in tables.operations if each.what == "decided" and told_by(each) == ABORTED}
     sent: dict[int, list[str]] = defaultdict(list)
     for order, _, values in tables.history.sends:
         sent[order] += values
     for operation in [each for each in tables.operations if each.what == "check"]:
         values, half = operation.fields["values"], halves.get(operation.transaction or "")
         if half is None:
-            senders = {tables.history.senders.get(value.removeprefix(CHANGED)) for value in values} or {None}
-            if all(each is not None and tables.operations[each].transaction is None for each in senders):
+            senders = {tables.history.senders.get(value.removeprefix(CHANGED), NONE) for value in values} or {NONE}
+            if all(each != NONE and tables.operations[each].transaction is None for each in senders):
+                if operation.transaction in undone and any(fate[each] == COMMITTED for each in senders):
+                    text = f"what {tables.name(operation.order)} showed was published, and its work was not done"
+                    findings.add("phantom-commit", text, [*senders, operation.order])
                 continue
             findings.add("checkback-lie", f"{tables.name(operation.order)} was never stored", [operation.order])
         elif sorted(values) != sorted(sent[half]):

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from txnbridge_conformance.checker._tables import COMMITTED, WRITES, Flags, Numbers, Tables, Times, told_by
-from txnbridge_conformance.history import Operation
+from txnbridge_conformance.history import CHANGED, Operation
 
 # The calls that send messages or end a transaction.
 WORKS = WRITES | {"finish", "check"}
@@ -128,13 +128,15 @@ class RealTime:
         told = [each for each in operations if "ending" in each.fields]
         tell = {(each.process, each.what) for each in told}
         clients = {(processes[each.process].client, each.what) for each in told if "begun" in each.fields}
+        checks = (value for each in operations if each.what == "check" for value in each.fields["values"])
+        checked = {self._tables.history.senders.get(value.removeprefix(CHANGED)) for value in checks}
         pairs = []
         self.never_asked: set[int] = set()  # transactions whose process was killed before it asked for their commit
         for each in operations:
             own = each.what in ("transaction", "half") and not prepares(each)
             if "ending" in each.fields:
                 times[each.order] = each.fields["ending"]
-            elif each.transaction is not None and (
+            elif (each.transaction is not None or (each.what == "half" and each.order not in checked)) and (
                 (each.process, each.what) in tell
                 or ("begun" in each.fields and (processes[each.process].client, each.what) in clients)
             ):

@@ -250,13 +250,10 @@ class Proxy:
             except OSError:
                 client.close()
                 continue
-            self._serve(client, broker)
-
-    def _serve(self, client: socket.socket, broker: socket.socket) -> None:
-        conversation = self._new_conversation() if self._new_conversation else None
-        with self._lock:
-            self._connections = [each for each in self._connections if not each.ended]
-            self._connections.append(_Connection(self, client, broker, conversation))
+            conversation = self._new_conversation() if self._new_conversation else None
+            with self._lock:
+                self._connections = [each for each in self._connections if not each.ended]
+                self._connections.append(_Connection(self, client, broker, conversation))
 
     def forward_time(self) -> float:
         """Return the time at which to forward bytes that arrive now, as `delay` has set it."""
@@ -303,7 +300,8 @@ class _Connection:
         self, proxy: Proxy, client: socket.socket, broker: socket.socket, conversation: Conversation | None
     ) -> None:
         self._client, self._broker = client, broker
-        self._holds: list[Hold] = []  # the holds of requests
+        # The holds of its requests: with one, the connection to the broker stays open if the client disconnects.
+        self.holds: list[Hold] = []
         for side in (client, broker):
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         parse = (conversation.request, conversation.answer) if conversation else (None, None)
@@ -319,17 +317,9 @@ class _Connection:
     def ended(self) -> bool:
         return not self._open_directions
 
-    def add_hold(self, hold: Hold) -> None:
-        """Note that `hold` has held back a request of this connection."""
-        self._holds.append(hold)
-
-    def keeps_broker(self) -> bool:
-        """Return whether the connection to the broker stays open if the client disconnects: a request was held back."""
-        return bool(self._holds)
-
     def cut(self) -> None:
         _shut(self._client)
-        if all(hold.gate.is_set() for hold in self._holds):
+        if all(hold.gate.is_set() for hold in self.holds):
             _shut(self._broker)
 
     def close(self) -> None:
@@ -385,7 +375,7 @@ class _Direction:
                 self._request = request = self._parse(head)
                 self._hold = self._proxy.catch_by_hold(self._name, request)
                 if self._hold and self._name == "requests":
-                    self._connection.add_hold(self._hold)
+                    self._connection.holds.append(self._hold)
                 self._rewritten = b"" if request and request.kind in self._rewritten_kinds else None
             if self._rewritten is None:
                 self._forward(data)
@@ -421,8 +411,7 @@ class _Direction:
             self._connection.cut()
 
     def _forward_end(self) -> None:
-        kept = self._name == "requests" and self._connection.keeps_broker()
-        if not kept and not self._proxy.is_half_open:
+        if not (self._proxy.is_half_open or (self._name == "requests" and self._connection.holds)):
             with suppress(OSError):
                 self._target.shutdown(socket.SHUT_WR)
 

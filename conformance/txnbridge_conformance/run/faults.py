@@ -178,7 +178,7 @@ class HookFaults(Faults):
         kind, target = chance.choice(self._targets)
         try:
             self._call("inject", kind, target)
-        except RunFailed:
+        except BaseException:  # an interrupt, too
             self._call("heal", kind, target)  # the command may have done a part
             raise
         return Injected(kind, target, chance.uniform(0, 8), lambda: self._call("heal", kind, target))

@@ -177,12 +177,15 @@ class Hunt:
             self._injected.append((now + injected.seconds, source, injected))
 
     def _heal(self, now: float) -> None:
-        """End the faults that are due at the time `now`, and record their ends."""
-        for each in [each for each in self._injected if each[0] <= now]:
-            self._injected.remove(each)
-            injected = each[2]
-            injected.heal()
-            self._recorder.fault(injected.kind, injected.target, "end")
+        """End the faults that are due at the time `now`, and record their ends: each one's, even if another's fails."""
+        with ExitStack() as stack:
+            for each in [each for each in self._injected if each[0] <= now]:
+                stack.callback(self._end_fault, each)
+
+    def _end_fault(self, each: tuple[float, Faults, Injected]) -> None:
+        each[2].heal()
+        self._injected.remove(each)  # not before: one whose heal is interrupted is healed at the end
+        self._recorder.fault(each[2].kind, each[2].target, "end")
 
     def _replace_dead(self) -> None:
         for process in self._processes:
@@ -260,9 +263,8 @@ class Hunt:
         try:
             self._heal(math.inf)
         finally:
-            for process in self._processes:
-                process.kill()
-            self._processes.clear()  # a part that was left to itself starts none again
+            while self._processes:
+                self._processes.pop().kill()  # a part that was left to itself does not start it again
 
     def close(self) -> None:
         self._recorder.close()

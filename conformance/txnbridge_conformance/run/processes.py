@@ -71,16 +71,19 @@ class Process:
 
     def replace_dead(self) -> None:
         """Start the process again if it has ended. Raise `RunFailed` if it ended before it had connected."""
-        if (code := self._process.poll()) is None:
-            return
-        history = Path(self._plan.folder) / f"{self.name}.jsonl"
+        if self._process.poll() is not None:
+            self._check_end()
+            self.start()
+
+    def _check_end(self, *expected: int) -> None:
+        """Complain of the process if it ended neither by a kill nor with one of these exit codes."""
+        history, code = Path(self._plan.folder) / f"{self.name}.jsonl", self._process.returncode
         told = history.read_bytes() if history.exists() else b""
-        if not self._killed and b'"fault":"kill at ' not in told:
+        if not self._killed and code not in expected and b'"fault":"kill at ' not in told:
             if b'"result":"ok"' not in told:
                 raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
             last = self._last_lines().splitlines()[-1]
             self._complain(self.name, f"it ended with {code}, and {self._errors.name} ends with: {last[:200]}")
-        self.start()
 
     def _last_lines(self) -> str:
         return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"
@@ -111,9 +114,10 @@ class Process:
         except subprocess.TimeoutExpired:
             self._complain(self.name, f"it did not stop within {timeout:g} s of SIGTERM")
             self.kill()
+        self._check_end(0, -signal.SIGTERM, 128 + signal.SIGTERM)  # before it handled SIGTERM; in Java
 
     def kill(self) -> None:
-        self._killed = True
+        self._killed |= self._process.poll() is None  # else it has crashed before
         self._signal(signal.SIGKILL)
         self._process.wait()
         self.resume()
