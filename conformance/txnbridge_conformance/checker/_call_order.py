@@ -49,7 +49,8 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
         # For each session: the one that had opened the id first, among this one and those that began to open it later.
         firsts: list[_Session] = []
         for session in reversed(sessions):
-            firsts.insert(0, min([session, *firsts[:1]], key=lambda each: each.opened_before))
+            firsts.append(min([session, *firsts[-1:]], key=lambda each: each.opened_before))
+        firsts.reverse()
         for session in sessions:
             newer = bisect_right(starts, session.opened_before)
             for transaction in session.transactions if newer < len(sessions) else ():
