@@ -70,6 +70,7 @@ TXN = wire.TxnId(0, 7)
 PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
 NO_LEDGER: Any = None
 NO_REST: Any = None
+NO_CLIENT: Any = None
 
 
 def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
@@ -670,13 +671,18 @@ def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging:
 
 
 def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tuple[PulsarPublisher, list[int]]:
-    """A named publisher on a topic of one partition, and the sequences that it sends."""
+    """A named publisher on a topic of one partition, and the sequences that it sends.
+
+    The broker has received one more than the `last` one, and fails to store it.
+    """
     ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
     send = lambda message, sequence_id, timeout, when_done: sent.append(sequence_id)  # noqa: E731
-    producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
+    parts: dict[str, Any] = {"lost": None, "unconfirmed": [], "send": send, "close": lambda _: None}
+    producer = SimpleNamespace(last_sequence_id=last if last < 0 else last + 1, **parts)
+    fails = lambda *_: setattr(producer, "last_sequence_id", last)  # noqa: E731
     found = dict.fromkeys(("concrete", "require"), lambda *_: ["t-partition-0"])
-    topics = SimpleNamespace(**found, deduplicates=deduplicates)
+    topics = SimpleNamespace(**found, deduplicates=deduplicates, wait_for_writes=fails)
     client = SimpleNamespace(create_producer=lambda *_, **__: producer)
     return PulsarPublisher(cluster_with(id="cluster", topics=topics, client=client), "name", lambda _: ledger), sent
 
@@ -990,6 +996,14 @@ def test_a_topic_that_is_deleted_while_topics_are_listed_is_not_listed_without_p
     )
     topics = PulsarTopics(cluster_with().settings, client, NO_REST)
     assert topics.all(Deadline(SOON)) == {"u": 1}
+
+
+@pytest.mark.parametrize("looks", [[(0, 9)], [(2, 5), (1, 6), (0, 7)], [(2, 5), (9, 6), (9, 7), (9, 8)]])
+def test_earlier_messages_are_waited_for_and_not_what_others_send_meanwhile(looks: list[tuple[int, int]]) -> None:
+    names = ("pendingAddEntriesCount", "entriesAddedCounter")
+    rest: Any = SimpleNamespace(get=Mock(side_effect=[dict(zip(names, look, strict=True)) for look in looks]))
+    PulsarTopics(cluster_with().settings, NO_CLIENT, rest).wait_for_writes("persistent://a/b/t", Deadline(SOON))
+    assert rest.get.call_count == len(looks)
 
 
 @pytest.mark.parametrize("number", range(1, 9))

@@ -176,6 +176,7 @@ class _SequencedTopic:
                     f"topic {self._topic!r} has no sequences unless its broker is known to remove duplicates there"
                     f" (brokerDeduplicationEnabled). To check that, {NEEDS_REST}"
                 )
+            producer.wait_for_earlier_writes(deadline)
             self._last = max(self._last, producer.last_stored)
             self._checked_partitions += 1
         if not self._is_checked:
@@ -215,19 +216,27 @@ class _PartitionProducer:
         self._concrete = concrete
         self._name = name
         self._failure: wire.PulsarError | None = None
-        self._stored = -1  # the highest sequence id with a receipt
         self._what = f"opening a producer on {concrete}"
+        self._open(deadline)
+
+    def _open(self, deadline: Deadline) -> None:
         self._producer = retry_translated(lambda: self._opened(deadline), self._what, deadline, self._as_bridge_error)
+        self.last_stored = self._producer.last_sequence_id  # the highest stored sequence; -1 if there is none
 
     def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
         client, pack = self._cluster.client, self._cluster.settings.pack
         with needing("produce", self._concrete):
             return client.create_producer(self._concrete, timeout=deadline.left(), name=self._name, compression=pack)
 
-    @property
-    def last_stored(self) -> int:
-        """Return the highest sequence that is known to be stored; -1 if there is none."""
-        return max(self._stored, self._producer.last_sequence_id)
+    def wait_for_earlier_writes(self, deadline: Deadline) -> None:
+        """Wait until the messages of an earlier producer with this name are stored or have failed.
+
+        The sequence that a broker reports is the last one it received: storing its message may still fail.
+        """
+        if self.last_stored >= 0:
+            self._cluster.topics.wait_for_writes(self._concrete, deadline)
+            self._producer.close(deadline.left())
+            self._open(deadline)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
         """Send a message; wait only while the queue is full. Raise `_SendFailed` if an earlier message has failed."""
@@ -268,7 +277,7 @@ class _PartitionProducer:
             self._failure = self._failure or wire.PulsarError(
                 f"the broker dropped a new message to {self._concrete} as a duplicate"
             )
-        self._stored = max(self._stored, send.highest_sequence_id)
+        self.last_stored = max(self.last_stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
         """Wait until all messages are stored. Raise `_SendFailed` if one failed, `DeadlineExceeded` at the deadline."""
@@ -314,8 +323,8 @@ class _PartitionProducer:
         """Return whether the broker is known to drop messages that this producer sends again."""
         if self._name is not None:
             return True  # `_SequencedTopic.open_producers` has checked it before the first message
-        if self._stored >= 0:
-            return self._producer.last_sequence_id >= self._stored
+        if self.last_stored >= 0:
+            return self._producer.last_sequence_id >= self.last_stored
         return self._cluster.topics.deduplicates(self._concrete, deadline)
 
     def _check(self) -> None:
