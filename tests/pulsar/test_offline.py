@@ -670,14 +670,22 @@ def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging:
     assert time.monotonic() - started < 8  # its thread would take 10 seconds
 
 
-def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tuple[PulsarPublisher, list[int]]:
+def publisher_where(
+    deduplicates: Any, last: int = -1, ledger: Any = None, failing: int | None = None
+) -> tuple[PulsarPublisher, list[int]]:
     """A named publisher on a topic of one partition, and the sequences that it sends.
 
     The broker has received one more than the `last` one, and fails to store it.
     """
     ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
-    send = lambda message, sequence_id, timeout, when_done: sent.append(sequence_id)  # noqa: E731
+
+    def send(message: Any, sequence_id: int, timeout: float, when_done: Callable[[wire.Send], None]) -> None:
+        sent.append(sequence_id)
+        if sequence_id == failing:
+            (refused := wire.Send(0, sequence_id, 1, None, b"")).resolve(wire.PerhapsDropped())
+            when_done(refused)
+
     parts: dict[str, Any] = {"lost": None, "unconfirmed": [], "send": send, "close": lambda _: None}
     producer = SimpleNamespace(last_sequence_id=last if last < 0 else last + 1, **parts)
     fails = lambda *_: setattr(producer, "last_sequence_id", last)  # noqa: E731
@@ -724,6 +732,21 @@ def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: i
         with pytest.raises(errors.EvidenceLost):
             publisher.last_sequence("t", Deadline(SOON))
     assert not sent
+
+
+@pytest.mark.parametrize(("last", "resent"), [(4, [5]), (5, None), (6, None)])
+def test_a_publisher_goes_on_at_a_failed_sequence_only_if_no_later_one_may_be_stored(
+    last: int, resent: list[int] | None
+) -> None:
+    ledger = Kept(stored=4)
+    first, _ = publisher_where(lambda *_: True, 4, ledger, failing=5)
+    send_one(first, 5)
+    with pytest.raises(errors.DeliveryFailed):
+        send_one(first, 6)
+    second, sent = publisher_where(lambda *_: True, last, ledger)
+    with nullcontext() if resent else pytest.raises(errors.EvidenceLost, match="sequence 5"):
+        send_one(second, 5)
+    assert (sent, "failed" in ledger.newest[1]) == ((resent, False) if resent else ([], True))
 
 
 def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from txnbridge import errors
 from txnbridge.errors import AccessDenied, EvidenceLost, TxnBridgeError
@@ -58,10 +59,11 @@ class PulsarPublisher(Publisher):
             concrete = self._cluster.topics.require(topic, partition, deadline)
             number = self._choose_partition(key, len(concrete)) if partition is None else partition
             if sequence is None:
-                self._or_fail(lambda: self._producer_of(concrete[number], deadline).send(message, None, deadline))
+                plain = self._producer_of(concrete[number], deadline)
+                self._or_fail(lambda: plain.send(message, None, deadline), deadline)
             else:
                 sequenced = self._sequenced_topic(topic, deadline)
-                self._or_fail(lambda: sequenced.send(number, message, sequence, deadline))
+                self._or_fail(lambda: sequenced.send(number, message, sequence, deadline), deadline)
 
     def _choose_partition(self, key: bytes | None, count: int) -> int:
         if key is not None:
@@ -94,7 +96,7 @@ class PulsarPublisher(Publisher):
 
     def _settle(self, deadline: Deadline) -> None:
         for producer in self._all_producers():
-            self._or_fail(lambda producer=producer: producer.settle(deadline))  # type: ignore[misc]
+            self._or_fail(lambda producer=producer: producer.settle(deadline), deadline)  # type: ignore[misc]
         for sequenced in self._sequenced.values():
             sequenced.record_stored(deadline, first=True)
 
@@ -106,11 +108,13 @@ class PulsarPublisher(Publisher):
             self._check()
             return self._sequenced_topic(topic, deadline).last_stored
 
-    def _or_fail(self, call: Callable[[], None]) -> None:
+    def _or_fail(self, call: Callable[[], None], deadline: Deadline) -> None:
         try:
             call()
         except _SendFailed as failure:
             cause = failure.__cause__
+            for sequenced in self._sequenced.values():
+                sequenced.record_failed(deadline)
             kind = errors.AccessDenied if isinstance(cause, _DENIED) else errors.DeliveryFailed
             self._failed = kind(f"a message could not be stored, so later ones in its partition are not: {cause}")
             raise self._failed from cause
@@ -189,6 +193,11 @@ class _SequencedTopic:
         if self._is_checked and self.last_stored is not None:
             self._record.record_stored(self.last_stored, deadline, first)
 
+    def record_failed(self, deadline: Deadline) -> None:
+        """Record in the decision log which sequence failed first, if any: later ones may be stored nevertheless."""
+        if failed := [producer.failed for producer in self.producers if producer.failed is not None]:
+            self._record.record_failed(min(failed), deadline)
+
     @property
     def last_stored(self) -> int | None:
         last = max((producer.last_stored for producer in self.producers), default=-1)
@@ -216,6 +225,7 @@ class _PartitionProducer:
         self._concrete = concrete
         self._name = name
         self._failure: wire.PulsarError | None = None
+        self.failed: int | None = None  # the first sequence that failed
         self._what = f"opening a producer on {concrete}"
         self._open(deadline)
 
@@ -271,7 +281,8 @@ class _PartitionProducer:
         except wire.BrokerConnectionLost:
             return
         except wire.PulsarError as error:
-            self._failure = self._failure or error
+            if self._failure is None:
+                self._failure, self.failed = error, send.sequence_id
             return
         if receipt.duplicate and not again:
             self._failure = self._failure or wire.PulsarError(
@@ -364,12 +375,22 @@ class SequenceRecord:
         self._is_disabled = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one."""
+        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one.
+
+        Raise it also if a sequence failed, and the broker has stored this one or a later one.
+        """
+        value: Mapping[str, Any] = {}
         try:
-            value = self._value.read(deadline)
-            self._last = -1 if value is None else int(value["stored"])
+            value = self._value.read(deadline) or value
         except AccessDenied as error:
             self._disable_check(error)
+        self._last = int(value.get("stored", -1))
+        if "failed" in value and stored >= int(value["failed"]):
+            raise EvidenceLost(
+                f"publisher {self._name!r} could not store sequence {value['failed']} on topic {self._topic!r}, but the"
+                f" broker knows of {stored}: those in between may be missing. Compare the topic's messages with the"
+                " sent ones, and continue under another name"
+            )
         if stored < self._last:
             raise EvidenceLost(
                 f"publisher {self._name!r} has stored up to sequence {self._last} on topic {self._topic!r}, and the"
@@ -378,28 +399,38 @@ class SequenceRecord:
                 " are sent again under this name would be stored twice: continue under another name, after the topic's"
                 " last message"
             )
+        if "failed" in value:
+            self._last = -1  # so that `record_stored` replaces this record
 
     def record_stored(self, stored: int, deadline: Deadline, first: bool) -> None:
-        """Record that all messages up to sequence `stored` are stored; log errors.
+        """Record that all messages up to sequence `stored` are stored.
 
         The next publisher with this name records its own, too. If `first`, record it only if none is recorded.
         """
-        deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
+
+        def change(value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            is_known = value and "failed" not in value and int(value["stored"]) >= stored
+            return None if is_known else {"stored": stored}
+
+        if not self._is_disabled and self._last < (0 if first else stored):
+            self._update(change, deadline)
+
+    def record_failed(self, sequence: int, deadline: Deadline) -> None:
+        """Record that this sequence failed, until a publisher finds that the broker has stored no later one."""
+        self._update(lambda value: {"stored": -1, **(value or {}), "failed": sequence}, deadline)
+
+    def _update(
+        self, change: Callable[[Mapping[str, Any] | None], Mapping[str, Any] | None], deadline: Deadline
+    ) -> None:
+        """Change the record in the decision log; log errors."""
         try:
-            if not self._is_disabled and self._last < (0 if first else stored):
-                self._update(stored, deadline)
+            value = self._value.update(change, Deadline(min(_RECORD_SECONDS, deadline.left())))
+            self._last = int((value or {})["stored"])
+        except AccessDenied as error:
+            self._disable_check(error)
         except TxnBridgeError as error:
             self._is_disabled = True
             _log.debug("the last sequence of publisher %r on %s is not recorded: %s", self._name, self._topic, error)
-
-    def _update(self, stored: int, deadline: Deadline) -> None:
-        try:
-            value = self._value.update(
-                lambda value: None if value and int(value["stored"]) >= stored else {"stored": stored}, deadline
-            )
-            self._last = stored if value is None else int(value["stored"])
-        except AccessDenied as error:
-            self._disable_check(error)
 
     def _disable_check(self, error: AccessDenied) -> None:
         self._is_disabled = True
