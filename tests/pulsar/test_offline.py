@@ -639,6 +639,19 @@ def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() 
     assert send_abort.call_args.args[0] == anchor  # there may be room for one
 
 
+def late_write_guard() -> tuple[LateWriteGuard, AnnouncedTransaction]:
+    end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
+    ended = AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION)
+    return LateWriteGuard(cluster_with(), end_delivery, InDoubt(cluster_with())), ended
+
+
+def test_late_writes_are_refused_although_a_machine_starts_no_more_threads_for_a_while(monkeypatch) -> None:
+    monkeypatch.setattr(late_writes, "refuse_late_writes", Mock(side_effect=[*2 * [RuntimeError("no thread")], True]))
+    guard, ended = late_write_guard()
+    guard.add(ended, Deadline(SOON))
+    wait_until(lambda: not guard.at_risk)
+
+
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
     """A refuser whose broker has stopped answering."""
@@ -651,10 +664,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
         return answer.wait(SOON)
 
     monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
-    end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
-    cluster = cluster_with()
-    found = LateWriteGuard(cluster, end_delivery, InDoubt(cluster))
-    ended = AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION)
+    found, ended = late_write_guard()
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     with pytest.raises(RuntimeError):
         found.add(ended, Deadline(SOON))
