@@ -1264,6 +1264,23 @@ def test_a_group_acknowledges_chunks_whose_first_one_it_never_gets(sharing: str)
     assert acked == [5, 6]
 
 
+@pytest.mark.parametrize("redelivered", [False, True])
+def test_a_group_acknowledges_copies_of_chunks_behind_their_whole_message(redelivered: bool) -> None:
+    """A broker that removes duplicates drops a copy of the last chunk only."""
+    bounds = {"last_message_id": (1, 3), "consumer_mark_delete_position": (1, 2)}
+    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+    with member_of([1], set(), "group", timing=Timing(idle_check_seconds=0.1)) as (member, broker, ((peer, id),)):
+        for number in (1, 2):
+            deliver(peer, id, [number], number - 1)
+        (message,) = member.take(1)
+        if redelivered:  # with earlier messages
+            member.reader.nack({("t", 0): [message.position]})
+        deliver(peer, id, [3], chunk=0, consumer_epoch=9)
+        broker.handlers["get_last_message_id"] = replies("get_last_message_id_response", **told)
+        member.until(lambda: "ack" in [each.name for each in peer.seen], SOON / 4)
+        assert [message_id(each).entry for each in broker.wait_for("ack")[0].fields["message_id"]] == [3]
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["in order", "the second chunk comes before the first again"])
 def test_a_busy_member_gives_chunks_back_until_their_message_is_whole(monkeypatch, is_late: bool) -> None:
     """Their key may have moved to another member, to which the broker then sends nothing of it (hazard H159)."""
