@@ -734,6 +734,20 @@ def test_a_send_that_a_broker_cannot_store_now_is_sent_again_with_all_that_follo
     assert sends[2].result(SOON).duplicate
 
 
+def test_a_send_that_comes_again_while_a_broker_stores_it_is_not_perhaps_dropped(broker, producer):
+    send = producer.send(wire.Single(b"0"), timeout=SOON)
+    broker.wait_for("send")
+    why = "[t][p]Cannot determine whether the message is a duplicate at this time"
+    broker.peers[0].say("send_error", producer_id=producer.id, sequence_id=0, error=0, message=why)
+    producer.flush(SOON)
+    producer.reopen(SOON)
+    producer.resend(SOON)
+    broker.wait_for("send", 2)
+    nowhere = {"ledger_id": 2**64 - 1, "entry_id": 2**64 - 1}
+    broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=0, message_id=nowhere)
+    assert send.result(SOON).duplicate
+
+
 def test_a_send_that_a_broker_will_never_store_fails_alone(broker, producer):
     sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(2)]
     broker.wait_for("send", 2)
