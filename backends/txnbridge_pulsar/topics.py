@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 
@@ -272,22 +273,19 @@ class PulsarTopics:
 
     def wait_for_writes(self, concrete: str, deadline: Deadline) -> None:
         """Wait until the broker has stored, or failed to store, all messages that it has received on a topic so far."""
-        pending, last = self._writes(concrete, deadline)[0], None
-        while pending:
-            left, stored = self._writes(concrete, deadline)
-            last = stored + pending if last is None else last  # other producers may send without a break
-            if not left or stored >= last:
+        path, pending, last = f"/admin/v2/persistent/{path_of(concrete)}/internalStats", 0, math.inf
+        while True:
+            try:
+                stats = self._rest.get(path, deadline)
+            except RestRefused as refused:
+                raise unavailable(refused, f"asking whether earlier messages to {concrete} are stored") from refused
+            if pending:  # other producers may send without a break
+                last = min(last, stats["entriesAddedCounter"] + pending)
+            pending = stats["pendingAddEntriesCount"]
+            if not pending or stats["entriesAddedCounter"] >= last:
                 return
             deadline.check(f"waiting until earlier messages to {concrete} are stored")
             time.sleep(_CHECK_SECONDS)
-
-    def _writes(self, concrete: str, deadline: Deadline) -> tuple[int, int]:
-        """Return how many entries of a topic are being stored, and how many its broker has stored so far."""
-        try:
-            stats = self._rest.get(f"/admin/v2/persistent/{path_of(concrete)}/internalStats", deadline)
-        except RestRefused as refused:
-            raise unavailable(refused, f"checking whether earlier messages to {concrete} are stored") from refused
-        return int(stats["pendingAddEntriesCount"]), int(stats["entriesAddedCounter"])
 
 
 def _refusal(refused: RestRefused, what: str) -> TxnBridgeError:

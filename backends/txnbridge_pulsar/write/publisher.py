@@ -194,7 +194,7 @@ class _SequencedTopic:
             self._record.record_stored(self.last_stored, deadline, first)
 
     def record_failed(self, deadline: Deadline) -> None:
-        """Record in the decision log which sequence failed first, if any: later ones may be stored nevertheless."""
+        """Record in the decision log which sequence failed first, if any."""
         if failed := [producer.failed for producer in self.producers if producer.failed is not None]:
             self._record.record_failed(min(failed), deadline)
 
@@ -375,32 +375,30 @@ class SequenceRecord:
         self._is_disabled = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one.
-
-        Raise it also if a sequence failed, and the broker has stored this one or a later one.
+        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one, or not
+        below a recorded sequence that failed.
         """
         value: Mapping[str, Any] = {}
         try:
             value = self._value.read(deadline) or value
         except AccessDenied as error:
             self._disable_check(error)
-        self._last = int(value.get("stored", -1))
-        if "failed" in value and stored >= int(value["failed"]):
-            raise EvidenceLost(
-                f"publisher {self._name!r} could not store sequence {value['failed']} on topic {self._topic!r}, but the"
-                f" broker knows of {stored}: those in between may be missing. Compare the topic's messages with the"
-                " sent ones, and continue under another name"
+        recorded, failed = int(value.get("stored", -1)), int(value.get("failed", stored + 1))
+        if stored < recorded:
+            why = (
+                f"has stored up to {recorded}, and the broker only knows of {stored if stored >= 0 else 'none'}: it"
+                " forgets a name that is unused for hours (brokerDeduplicationProducerInactivityTimeoutMinutes), or the"
+                " topic was recreated. Messages that are sent again under this name would be stored twice"
             )
-        if stored < self._last:
-            raise EvidenceLost(
-                f"publisher {self._name!r} has stored up to sequence {self._last} on topic {self._topic!r}, and the"
-                f" broker only knows of {stored if stored >= 0 else 'none'}: it forgets a name that is unused for hours"
-                " (brokerDeduplicationProducerInactivityTimeoutMinutes), or the topic was recreated. Messages that"
-                " are sent again under this name would be stored twice: continue under another name, after the topic's"
-                " last message"
-            )
-        if "failed" in value:
-            self._last = -1  # so that `record_stored` replaces this record
+        elif stored >= failed:
+            why = f"could not store {failed}, and the broker knows of {stored}: messages in between may be missing"
+        else:
+            self._last = -1 if "failed" in value else recorded  # `record_stored` replaces a record of failure
+            return
+        raise EvidenceLost(
+            f"sequences of publisher {self._name!r} on topic {self._topic!r}: it {why}. Continue under another name,"
+            " after the topic's last message"
+        )
 
     def record_stored(self, stored: int, deadline: Deadline, first: bool) -> None:
         """Record that all messages up to sequence `stored` are stored.
@@ -416,12 +414,10 @@ class SequenceRecord:
             self._update(change, deadline)
 
     def record_failed(self, sequence: int, deadline: Deadline) -> None:
-        """Record that this sequence failed, until a publisher finds that the broker has stored no later one."""
+        """Record that this sequence failed: later ones may be stored nevertheless."""
         self._update(lambda value: {"stored": -1, **(value or {}), "failed": sequence}, deadline)
 
-    def _update(
-        self, change: Callable[[Mapping[str, Any] | None], Mapping[str, Any] | None], deadline: Deadline
-    ) -> None:
+    def _update(self, change: Callable[[Mapping[str, Any] | None], Any], deadline: Deadline) -> None:
         """Change the record in the decision log; log errors."""
         try:
             value = self._value.update(change, Deadline(min(_RECORD_SECONDS, deadline.left())))
