@@ -432,7 +432,8 @@ class PulsarConsumer:
 
     def _drop_waiting(self) -> list[MessageId]:
         dropped, ids = self.inbox.drop(self), list[MessageId]()
-        self._chunks = Chunks(ends=self._chunks.ends)
+        ends, self._chunks = self._chunks.ends, Chunks()
+        self._chunks.ends = ends
         with self._state:
             for generation, fields, tail in dropped:
                 if generation == self.generation:

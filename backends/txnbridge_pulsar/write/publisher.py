@@ -239,10 +239,7 @@ class _PartitionProducer:
             return client.create_producer(self._concrete, timeout=deadline.left(), name=self._name, compression=pack)
 
     def wait_for_earlier_writes(self, deadline: Deadline) -> None:
-        """Wait until the messages of an earlier producer with this name are stored or have failed.
-
-        The sequence that a broker reports is the last one it received: storing its message may still fail.
-        """
+        """Wait until earlier messages are stored: brokers report the last sequence that they received, not stored."""
         if self.last_stored >= 0:
             self._cluster.topics.wait_for_writes(self._concrete, deadline)
             self._producer.close(deadline.left())

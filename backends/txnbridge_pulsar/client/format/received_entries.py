@@ -276,9 +276,7 @@ class Chunks:
     thread may call the methods.
     """
 
-    def __init__(
-        self, wanted: tuple[int, ...] = (), goes_back: bool | None = None, ends: dict[int, MessageId] | None = None
-    ) -> None:
+    def __init__(self, wanted: tuple[int, ...] = (), goes_back: bool | None = None) -> None:
         self.goes_back = goes_back  # whether the consumer may have begun after the first chunks; None for a group
         # The first chunk that arrived without those before it, and how many chunks its message has; not for a group.
         self.stray: tuple[MessageId, int] | None = None
@@ -288,7 +286,7 @@ class Chunks:
         # Whether a message was dropped and this is not reported yet; by hashes, because names may be long.
         self._known: dict[int, bool] = {}
         # The last chunks of whole messages, by hashes of what all their chunks have in common.
-        self.ends = {} if ends is None else ends
+        self.ends: dict[int, MessageId] = {}
         # Strays that are no first chunks, and copies. They are useless once all messages before them are acknowledged.
         self.later: deque[MessageId] = deque(maxlen=_MAX_STRAYS)
         self._strays: deque[tuple[MessageId, int, int]] = deque(maxlen=_MAX_STRAYS)  # with arrivals and redeliveries
