@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
-from tests.failing import raising
+from tests.failing import note_calls, raising
 from tests.in_time import Hold, wait_until, within
 from tests.inside import connection_of, queued, writers_of
 from txnbridge import Bridge, Decision, Event, Outcome, State, Status, TokenState, Topic, Transaction, codecs, errors
@@ -461,9 +461,7 @@ def test_a_bridge_is_closed_also_by_an_object_that_has_its_own_idea_of_attribute
 def test_at_the_programs_end_bridges_are_closed_before_those_that_keep_their_decision_logs(monkeypatch) -> None:
     monkeypatch.setattr("txnbridge._bridge.exit_begins", bool)
     monkeypatch.setattr("txnbridge._bridge._live", type(_live)())
-    closed: list[ToyBroker] = []
-    monkeypatch.setattr(ToyBroker, "close", lambda broker, _: closed.append(broker))
-    backend = ToyBackend()
+    closed, backend = note_calls(monkeypatch, ToyBroker, "close", lambda broker, _: broker), ToyBackend()
     bridges = [connect_toy(backend, decision_log="toy:") for _ in range(20)]
     _at_exit()
     assert closed == backend.brokers[::-1] and len(closed) == 2 * len(bridges)
