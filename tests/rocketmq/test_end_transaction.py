@@ -806,6 +806,20 @@ def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(own
     assert asker.ask() == [half(2, 60).transaction, half(3, 60).transaction]
 
 
+def test_a_broker_that_is_down_is_not_looked_up_while_other_check_backs_wait(owner, other, broker):
+    asker, brokers = Asker(other, broker), other.cluster.brokers
+    RocketMQHalfStore(owner.ender).put(half(1, 60), Deadline(60))
+    decide(stored(owner))
+    brokers.names, broker.fault = lambda deadline: [], raising(Killed)
+    other.checks.answer(broker.ask())
+    assert asker.ask() == []
+    del brokers.names
+    broker.fault = lambda request: None
+    other.checks.answer(broker.ask())
+    assert broker.seen("a") == VALUES
+    assert asker.ask() == [half(1, 60).transaction]
+
+
 def test_only_the_broker_keeps_the_bodies_of_half_messages_that_wait_for_their_check_back(owner, other, broker):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))

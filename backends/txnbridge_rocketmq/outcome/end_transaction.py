@@ -101,6 +101,11 @@ class HalfEnder:
     def _timing(self) -> RocketMQTiming:
         return self.cluster.settings.timing
 
+    def require_brokers(self, topics: Sequence[HalfCount], deadline: Deadline) -> None:
+        """Raise `BrokerUnavailable` if a broker of these topics is down, so that other transactions need not wait."""
+        if away := {each.broker for each in topics}.difference(self.cluster.brokers.names(deadline)):
+            raise BrokerUnavailable(f"the name server knows no master of broker {', '.join(sorted(away))}")
+
     # --- settled transactions -----------------------------------------------------------------------------------------
 
     def has_settled(self, transaction: str) -> bool:
