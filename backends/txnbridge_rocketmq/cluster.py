@@ -197,7 +197,7 @@ def _store_on(
 ) -> None:
     topic = topic_name(f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}")
     create_topic_on(client, broker, topic, 1, "NORMAL", deadline)
-    while (route := route_of(client, topic, deadline)) is None or broker not in route.masters:
+    while (route := route_of(client, topic, deadline)) is None or Queue(topic, broker, 0) not in route.readable:
         deadline.check(f"waiting until the name server knows topic {topic!r} on broker {broker}")
 
 
@@ -205,9 +205,10 @@ def _store_on_all(
     identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
     """Store the identity on all brokers that are up. On other brokers, a bridge that connects later stores it."""
-    route = route_of(client, f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}", deadline)
+    topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
+    route = route_of(client, topic, deadline)
     for broker in brokers:
-        if route is None or broker not in route.masters:
+        if route is None or Queue(topic, broker, 0) not in route.readable:
             try:
                 _store_on(identity, settings, client, broker, deadline)
             except errors.TxnBridgeError as error:
