@@ -110,6 +110,28 @@ def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, 
     assert broker.seen("a") == VALUES
 
 
+def test_an_end_that_a_paused_broker_carries_out_later_is_not_sent_again_by_the_next_call(owner, broker):
+    writer, brokers = stored(owner), owner.cluster.brokers
+    config, lost, late = brokers.config, iter(["lose request"]), list[Any]()
+
+    def carry_out_late(request: Any) -> str | None:
+        if request.code != RequestCode.END_TRANSACTION:
+            return None
+        if found := next(lost, None):
+            late.append(request)
+        elif late:
+            broker.answer(late.pop())
+        return found
+
+    broker.fault = carry_out_late
+    brokers.config = lambda name, deadline, fresh=False: refuse(b"", deadline) if fresh else config(name, deadline)
+    with pytest.raises(errors.OutcomeUnknown):
+        writer.commit(Deadline(60))
+    brokers.config = lambda name, deadline, fresh=False: fresh and broker.answer(late.pop()) and config(name, deadline)
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    assert broker.seen("a") == VALUES
+
+
 REFUSALS = ResponseCode.NO_PERMISSION, ResponseCode.MESSAGE_ILLEGAL, ResponseCode.FLUSH_DISK_TIMEOUT
 
 
