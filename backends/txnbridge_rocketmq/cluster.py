@@ -136,9 +136,7 @@ def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadl
     while not (names := BrokerConfigs(client).names(deadline)):
         if deadline.left() <= _BROKER_LIST_PAUSE_SECONDS:
             servers = ", ".join(settings.name_servers)
-            raise errors.BrokerUnavailable(
-                f"the name server {servers} knew no running broker for {deadline.seconds:g} s"
-            )
+            raise errors.BrokerUnavailable(f"name server {servers} knew no running broker for {deadline.seconds:g} s")
         time.sleep(_BROKER_LIST_PAUSE_SECONDS)
     return names
 

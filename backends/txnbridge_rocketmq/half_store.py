@@ -232,9 +232,7 @@ class RocketMQHalfStore(HalfStore):
             return None
         ledger = self._cluster.ledger(parked.name, origin.log)
         prepared = prepared_by(half.record, half.broker) or prepare_record(ledger, parked.name, origin.log, deadline)
-        if prepared is None:
-            return None
-        return self._as_half(group, parked.name, half.record, origin, prepared, deadline)
+        return None if prepared is None else self._as_half(group, parked.name, half.record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
         """Yield the half messages of a group, of all applications, for which the broker stopped its check-backs."""

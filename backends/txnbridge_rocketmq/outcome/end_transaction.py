@@ -328,12 +328,12 @@ class HalfEnder:
     def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction on the brokers that are up; others send check-backs later."""
         copies = self._copies(_expected(transaction, topics), deadline)
-        self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
+        self.drop([(each.broker, address_of_copy(record)) for each, record in copies.items()], deadline)
 
     def copies(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> list[MessageExt]:
         """Return the newest copy of each half of a transaction, with the body. Halves that are gone are left out."""
         wanted = _expected(transaction, topics)
-        copies = dict(self._copies(wanted, deadline, bodies=True))
+        copies = self._copies(wanted, deadline, bodies=True)
         return [copies[each] for each in wanted if each in copies]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
@@ -344,22 +344,17 @@ class HalfEnder:
 
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
-    ) -> list[tuple[_Expected, MessageExt]]:
+    ) -> dict[_Expected, MessageExt]:
         """Return the newest copy of the half of each message, without messages whose half is gone."""
-        copies: list[tuple[_Expected, MessageExt]] = []
-        left = list(wanted)
+        copies: dict[_Expected, MessageExt] = {}
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
-            looked_for, left = left, []
-            asked = [(each.broker, topic, each.key) for each in looked_for]
+            left = [each for each in wanted if each not in copies]
+            asked = [(each.broker, topic, each.key) for each in left]
             newest = look_up_by_key(self.cluster.client, asked, "looking for halves", deadline, body=bodies)
-            for each, record in zip(looked_for, newest, strict=True):
-                if record is None:
-                    left.append(each)
-                else:
-                    copies.append((each, record))
+            copies |= {each: record for each, record in zip(left, newest, strict=True) if record is not None}
         return copies
 
-    def _all_copies(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[tuple[_Expected, MessageExt]]:
+    def _all_copies(self, wanted: Sequence[_Expected], deadline: Deadline) -> dict[_Expected, MessageExt]:
         """Return the newest copy of the half of each message. Raise `EvidenceLost` if a half is gone."""
         until = Deadline(min(self._timing.index_timeout, deadline.left()))
         while len(copies := self._copies(wanted, deadline)) < len(wanted):
@@ -378,7 +373,7 @@ class HalfEnder:
 
         Raise `EvidenceLost` if it is gone.
         """
-        ((_, record),) = self._all_copies(_expected(transaction, topics), deadline)
+        (record,) = self._all_copies(_expected(transaction, topics), deadline).values()
         return record
 
     def require_kept(self, broker: str, half: MessageExt, deadline: Deadline) -> None:
@@ -411,7 +406,7 @@ class HalfEnder:
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
         """Look up messages' halves, and return them in order for each queue. Raise `EvidenceLost` if one is gone."""
         sequences: dict[Queue, EndSequence] = {}
-        for each, record in sorted(self._all_copies(wanted, deadline), key=lambda item: item[0].number):
+        for each, record in sorted(self._all_copies(wanted, deadline).items(), key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE_PROPERTY, record.queue)))
             sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(address_of_copy(record))
         return list(sequences.values())
@@ -440,7 +435,6 @@ class HalfEnder:
         if not (doubtful := doubtful | self._doubtful.get(transaction, set())):
             return
         self._doubtful[transaction] = doubtful  # for the next call, if this one has no time left
-        deadline.check("publishing a transaction")
         known = [self.cluster.brokers.config(broker, deadline, fresh=True) for broker in doubtful]
         longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
         until = Deadline(longest / 1000 + self._timing.index_delay)
