@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from txnbridge._base.connection import Connection
-from txnbridge._base.deadline import check_seconds
+from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Position, milliseconds
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._base.topic import Topic, check_partitions, check_topic_name
@@ -24,8 +24,12 @@ class Admin:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._broker = connection.broker
-        self._deadline = connection.deadline
         self._events = connection.events
+
+    def _deadline(self) -> Deadline:
+        """Return a call's deadline. Raise `InvalidState` if the bridge is closed, or was opened before a fork."""
+        self._connection.check_open()
+        return self._connection.deadline()
 
     def create_topic(
         self,

@@ -208,7 +208,7 @@ class Bridge:
                 self._group_commit = self._new_group_commit(group_commit, writers)
                 if identity.owned:
                     self._writers.open(deadline)
-                _live.add(self)
+                _live[self] = None
                 self._let_go = False
             except BaseException:  # a program that retries `connect` must not leave anything open each time
                 if connection._broker is not None:
@@ -669,7 +669,7 @@ class Bridge:
             close_logging_errors(connection.broker.close, deadline)
             self._logs.close()
             self._logs.close_provider()
-        _live.discard(self)
+        _live.pop(self, None)
 
     def _is_calling(self) -> bool:
         """Return whether this thread is inside another call of this bridge, during which `close` was called."""
@@ -748,13 +748,13 @@ class _OtherBroker:
         self._bridge.close()
 
 
-_live: weakref.WeakSet[Bridge] = weakref.WeakSet()
+_live: weakref.WeakKeyDictionary[Bridge, None] = weakref.WeakKeyDictionary()  # in the order of their opening
 _dropped: deque[Bridge] = deque()  # bridges that were garbage-collected without `close`
 
 
 def open_bridges() -> list[Bridge]:
     """Return the bridges of this process that are open."""
-    return list(_live)
+    return [bridge for each in _live.keyrefs() if (bridge := each()) is not None]  # other threads may open bridges
 
 
 def _close_dropped() -> None:
@@ -765,7 +765,7 @@ def _close_dropped() -> None:
 
 def _after_fork() -> None:
     plugins.lock = threading.RLock()  # a thread that is not in this process may have held it
-    for bridge in [*_live, *_dropped]:
+    for bridge in [*open_bridges(), *_dropped]:
         bridge._forget_parent()
     _live.clear()
     _dropped.clear()
@@ -773,7 +773,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     exit_begins()
-    for bridge in list(_live):
+    for bridge in reversed(open_bridges()):  # that of `decision_log=` was opened before the bridge that needs it
         close_logging_errors(bridge.close)
     _close_dropped()
 

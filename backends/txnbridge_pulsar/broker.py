@@ -51,6 +51,8 @@ _log = logging.getLogger("txnbridge")
 
 # Seconds that connecting waits for the deduplication status; each topic is checked before a sequence is sent to it.
 _DEDUPLICATION_SECONDS = 1.0
+# Seconds that connecting waits for transaction coordinators while others serve already.
+_ALL_COORDINATORS_SECONDS = 3.0
 # The namespace in whose rights clients look up transaction coordinators, as if each were a partition of a topic.
 COORDINATORS = "pulsar/system"
 
@@ -87,12 +89,15 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to all coordinators: after a restart, they time out transactions only once a client has connected."""
+        """Connect to the coordinators: after a restart, they time out transactions only once a client has connected.
+
+        An absent one is needed only for its own transactions; the keepalive goes on connecting to it.
+        """
 
         def load() -> None:
             try:
                 with needing("consume", COORDINATORS):
-                    self._client.transactions.connect(deadline.left())
+                    self._client.transactions.connect(deadline.left(), _ALL_COORDINATORS_SECONDS)
             except wire.NotAllowed:
                 self.capabilities = self.capabilities.without_transactions(TRANSACTIONS_ARE_OFF)
 

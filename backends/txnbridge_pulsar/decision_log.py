@@ -163,12 +163,8 @@ class PulsarLog(DecisionLog):
 
     def _reading(self, start: wire.MessageId, deadline: Deadline) -> AbstractContextManager[wire.PulsarConsumer]:
         inbox = wire.Inbox(_PREFETCH_BYTES)
-        reader = self._retry(
-            lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox),
-            "reading it",
-            deadline,
-        )
-        return wire.closing(reader, lambda: _CLOSE_SECONDS)
+        opened = lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox)  # noqa: E731
+        return wire.closing(self._retry(opened, "reading it", deadline), lambda: _CLOSE_SECONDS)
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Allow the broker to drop the records before a position: whole BookKeeper ledgers, when it begins a new one.

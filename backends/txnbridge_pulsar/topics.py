@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 
@@ -269,6 +270,22 @@ class PulsarTopics:
         except (RestRefused, AccessDenied):
             return ""
         return str(stats.get("deduplicationStatus", ""))
+
+    def wait_for_writes(self, concrete: str, deadline: Deadline) -> None:
+        """Wait until the broker has stored, or failed to store, all messages that it has received on a topic so far."""
+        path, pending, last = f"/admin/v2/persistent/{path_of(concrete)}/internalStats", 0, math.inf
+        while True:
+            try:
+                stats = self._rest.get(path, deadline)
+            except RestRefused as refused:
+                raise unavailable(refused, f"asking whether earlier messages to {concrete} are stored") from refused
+            if pending:  # other producers may send without a break
+                last = min(last, stats["entriesAddedCounter"] + pending)
+            pending = stats["pendingAddEntriesCount"]
+            if not pending or stats["entriesAddedCounter"] >= last:
+                return
+            deadline.check(f"waiting until earlier messages to {concrete} are stored")
+            time.sleep(_CHECK_SECONDS)
 
 
 def _refusal(refused: RestRefused, what: str) -> TxnBridgeError:

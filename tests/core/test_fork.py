@@ -4,11 +4,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
 from tests.core.decisions_kit import MemoryLog
-from tests.core.toy import connect_toy
+from tests.core.toy import ToyBroker, connect_toy
 from tests.in_time import Hold
 from txnbridge import Decision, InvalidState, Outcome, connect, spanning
 from txnbridge._base.plugins import plugins
@@ -32,17 +33,20 @@ def in_child(check) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_the_child_is_told_what_to_do_and_the_parent_goes_on() -> None:
+def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge, broker = connect_toy()
     with bridge:
         consumer = bridge.consumer("t", "g")
         txn = bridge.transaction()
+        monkeypatch.setattr(ToyBroker, "admin", Mock())
+        admin = bridge.admin
 
         def check() -> None:
             calls: list[Callable[[], object]] = [
                 bridge.transaction,
                 lambda: bridge.status("txb1.x"),
                 lambda: bridge.admin,
+                lambda: admin.commit("billing/1"),
                 consumer.poll,
                 lambda: txn.send("t", b"1"),
                 txn.commit,

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.offline
 
 TOPIC = "persistent://a/b/c"
 TXN = TxnId(0, 0).fields
+ACKED = individual_ack_fields([MessageId(7, 8, -1, 0, 3)])
 
 # Two independent encoders agree on these.
 EXAMPLES = [
@@ -52,14 +53,7 @@ EXAMPLES = [
     ("end_txn", {"request_id": 4, **TXN, "txn_action": 0}, "00000011 0000000d 0838c203 0808041000180020 00"),
     (
         "ack",
-        {
-            "consumer_id": 0,
-            "ack_type": 0,
-            "message_id": individual_ack_fields([MessageId(7, 8, -1, 0, 3)]),
-            "txnid_least_bits": 0,
-            "txnid_most_bits": 0,
-            "request_id": 9,
-        },
+        {"consumer_id": 0, "ack_type": 0, "message_id": ACKED, **TXN, "request_id": 9},
         "0000001c 00000018 080a5214 08001000 1a08 0807 1008 2806 3003 3000 3800 4009",
     ),
 ]

@@ -1,7 +1,8 @@
 """Entries: what is sent is received again, alone and in batches, packed and in chunks; and damaged ones are refused."""
 
 import tracemalloc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -28,6 +29,15 @@ pytestmark = pytest.mark.offline
 MINIMUM = {"producer_name": "p", "sequence_id": 5, "publish_time": 1}
 
 
+@contextmanager
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
 def entry_of(
     content: Content,
     index_words: list[int] | None = None,
@@ -50,12 +60,8 @@ def entry_of(
 
 KEYS = st.none() | st.binary(max_size=20) | st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
-MESSAGES = st.tuples(
-    st.none() | st.binary(max_size=200),
-    KEYS,
-    st.lists(st.tuples(TEXT, TEXT), max_size=3),
-    st.none() | st.integers(1, 1 << 40),
-)
+PROPERTIES = st.lists(st.tuples(TEXT, TEXT), max_size=3)
+MESSAGES = st.tuples(st.none() | st.binary(max_size=200), KEYS, PROPERTIES, st.none() | st.integers(1, 1 << 40))
 
 
 def as_bytes(key: bytes | str | None) -> bytes | None:
@@ -117,10 +123,8 @@ def test_a_key_that_is_not_the_base64_that_it_claims_to_be_is_taken_as_text():
 
 def test_a_batch_that_claims_billions_of_messages_takes_no_such_memory():
     entry = entry_of(batch_of(b"x"), num_messages_in_batch=2**31 - 1)
-    tracemalloc.start()
-    is_acknowledged, (_, peak) = entry.is_acknowledged, tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert not is_acknowledged and peak < 1_000_000
+    with traced():
+        assert not entry.is_acknowledged and tracemalloc.get_traced_memory()[1] < 1_000_000
 
 
 def test_an_entry_says_which_transaction_it_belongs_to_also_if_that_is_0_0():
@@ -242,13 +246,10 @@ def test_a_packed_entry_of_another_size_than_it_claims_is_refused(kind):
 @pytest.mark.parametrize("kind", [kind for kind in Compression if kind], ids=lambda kind: kind.name)
 def test_a_small_entry_that_unpacks_to_much_more_than_it_claims_takes_no_such_memory(kind):
     packed = installed(compress, kind, bytes(50_000_000))
-    tracemalloc.start()
-    try:
+    with traced():
         with pytest.raises(wire.CorruptEntry):
             decompress(kind, packed, 1000, 1 << 20)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5, -1])
@@ -368,14 +369,10 @@ def test_a_message_that_claims_to_be_too_large_is_refused_with_its_first_chunk(o
 
 def test_many_small_chunks_take_no_more_memory_than_a_few_large_ones():
     chunks, limit, of, number = Chunks(), 2_000_000, 100, 0
-    tracemalloc.start()
-    try:
-        # Each says that few follow.
+    with traced():  # each says that few follow
         while add(chunks, chunk_of("a", number, number + of, b"", number, 0), limit) is None:
             number += 1
             assert tracemalloc.get_traced_memory()[0] < limit
-    finally:
-        tracemalloc.stop()
     assert number > of
 
 
@@ -529,13 +526,10 @@ def test_frames_are_cut_wherever_the_stream_was(bodies, step):
 @pytest.mark.parametrize("size", [0, 3, 5_000_001, 2**31, 2**32 - 1])
 def test_a_frame_of_an_impossible_size_is_refused_before_memory_is_taken_for_it(size):
     reader = FrameReader(5_000_000)
-    tracemalloc.start()
-    try:
+    with traced():
         with pytest.raises(wire.ProtocolError):
             feed(reader, size.to_bytes(4, "big") + b"x" * 100)
         assert tracemalloc.get_traced_memory()[1] < 100_000
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_large_frames_memory_is_given_back():

@@ -34,19 +34,13 @@ def notice(fence_id: str) -> FenceRecord:
     return FenceRecord("older", "host", 0, fence_id=fence_id)
 
 
-def test_the_first_opening_chooses_a_fence_identity_and_all_later_ones_follow() -> None:
+@pytest.mark.parametrize("before", [None, notice("first")], ids=["nothing", "not recorded by its opener"])
+def test_the_first_opening_chooses_a_fence_identity_and_all_later_ones_follow(before: FenceRecord | None) -> None:
     ledger = Kept()
-    chosen = fence_id(ledger).follow(None, SOON)
-    assert chosen
+    chosen = fence_id(ledger).follow(before, SOON)
+    assert chosen == "first" if before else chosen
     fence_id(ledger).record(chosen, SOON)
     assert fence_id(ledger).follow(notice(chosen), SOON) == chosen
-
-
-def test_an_identity_on_the_fence_topic_counts_although_its_opener_did_not_record_it() -> None:
-    ledger = Kept()
-    assert fence_id(ledger).follow(notice("first"), SOON) == "first"
-    fence_id(ledger).record("first", SOON)
-    assert fence_id(ledger).follow(notice("first"), SOON) == "first"
 
 
 @pytest.mark.parametrize("before", [None, notice("another")], ids=["nothing", "another"])

@@ -11,22 +11,13 @@ from txnbridge import EvidenceLost
 
 pytestmark = pytest.mark.offline
 
-PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
-ANNOUNCED = AnnouncedTransaction(
-    transaction="billing/1/2",
-    txn=TxnId(0, 0),
-    topics=(
-        "persistent://public/default/_txnbridge-marker-billing.p0",
-        "persistent://public/default/orders-partition-0",
-        "persistent://public/default/orders-partition-3",
-    ),
-    subscriptions=(("persistent://public/default/input-partition-1", "shipping"),),
-    proof=PROOF_LOCATION,
-    slot=0,
-    expires_at=1_700_000_030_000,
-    prepared=True,
-    messages=3,
+MARKER, INPUT, FIRST, FOURTH = (
+    f"persistent://public/default/{name}"
+    for name in ("_txnbridge-marker-billing.p0", "input-partition-1", "orders-partition-0", "orders-partition-3")
 )
+PROOF_LOCATION = ProofLocation(MARKER, (7, 8), "n0nce")
+WHERE = ((MARKER, FIRST, FOURTH), ((INPUT, "shipping"),), PROOF_LOCATION)
+ANNOUNCED = AnnouncedTransaction("billing/1/2", TxnId(0, 0), *WHERE, 0, 1_700_000_030_000, True, messages=3)
 NOTICE = FenceRecord("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage", (TxnId(0, 8),))
 GOLDEN = (
     b'{"v":1,"o":"0pening","h":"host pid 1","w":1700000000000,"u":[{"t":"billing/1/2","x":[0,0],'
@@ -38,12 +29,8 @@ GOLDEN = (
 )
 
 
-def test_a_notice_is_written_as_ever() -> None:
-    assert NOTICE.pack() == GOLDEN
-
-
-def test_a_notice_is_read_as_it_was_written() -> None:
-    assert FenceRecord.unpack(GOLDEN) == NOTICE
+def test_a_notice_is_written_and_read_as_ever() -> None:
+    assert (NOTICE.pack(), FenceRecord.unpack(GOLDEN)) == (GOLDEN, NOTICE)
 
 
 def test_the_position_of_a_proof_message_is_kept_where_it_is_known() -> None:

@@ -70,32 +70,45 @@ TXN = wire.TxnId(0, 7)
 PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
 NO_LEDGER: Any = None
 NO_REST: Any = None
+NO_CLIENT: Any = None
 
 
 def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
-    settings = SimpleNamespace(
-        mix_keys=False,
-        prepared_ids=1,
-        prefix="_txnbridge-",
-        namespace=Namespace("a", "b"),
-        pack=wire.Compression.NONE,
-        timing=timing or Timing(),
-    )
+    given = {"mix_keys": False, "prepared_ids": 1, "prefix": "_txnbridge-", "namespace": Namespace("a", "b")}
+    settings = SimpleNamespace(**given, pack=wire.Compression.NONE, timing=timing or Timing())
     client = SimpleNamespace(hang_up=lambda connection_key: None)
     return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
+
+
+def asking(**requests: Any) -> Any:
+    """A cluster with these requests to coordinators."""
+    return cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(**requests)))
+
+
+@contextmanager
+def served(**handlers: Any) -> Iterator[tuple[FakeBroker, wire.PulsarClient]]:
+    with fake_broker(**handlers) as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        yield broker, client
+
+
+def moved(*topics: str) -> list[Participant]:
+    lost = wire.BrokerConnectionLost("it has moved")
+    return [Participant(topic, None, Mock(lost=lost, generation=0), 0) for topic in topics]
+
+
+def tells(last: tuple[int, int], acknowledged: tuple[int, int]) -> Any:
+    """Answer with a topic's last message and a group's mark-delete position."""
+    ids = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in (last, acknowledged)]
+    return replies("get_last_message_id_response", last_message_id=ids[0], consumer_mark_delete_position=ids[1])
 
 
 @pytest.fixture
 def ready() -> PulsarWriter:
     """A writer that has sent all of its transaction."""
-    end_delivery = SimpleNamespace(settle=lambda *_: None, ended=lambda *_: None, wait_for_unload_notices=lambda: None)
-    owner: Any = SimpleNamespace(
-        opening="o",
-        end_delivery=end_delivery,
-        late_write_guard=SimpleNamespace(add=lambda *_: None),
-        check=lambda *_: None,
-        forget=lambda *_: None,
-    )
+    do = dict.fromkeys(("settle", "ended", "wait_for_unload_notices", "add", "check", "forget"), lambda *_: None)
+    owner: Any = SimpleNamespace(opening="o", **do)
+    owner.end_delivery = owner.late_write_guard = owner
     found = PulsarWriter(cluster_with(), owner, "w")
     found.begin(Begin("app/host/1", Deadline(SOON), False, None))
     has_sent(found)
@@ -200,8 +213,7 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
 def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arrived_everywhere(
     monkeypatch: pytest.MonkeyPatch, error: Exception, known: bool
 ) -> None:
-    requests = SimpleNamespace(end_on_partition=lambda *_: None, end_on_subscription=raising(error))
-    cluster = cluster_with(client=SimpleNamespace(transactions=requests))
+    cluster = asking(end_on_partition=lambda *_: None, end_on_subscription=raising(error))
     participants = Participants(("topic",), (("topic", "group"),))
     token = Token("p", "c", "a/b/1", TokenEvidence(TXN, PROOF_LOCATION, True, participants).fields(), True)
     answer_calls(monkeypatch, outcome_module, "end", EndResult.COMMITTED)
@@ -227,9 +239,7 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(monk
     says(monkeypatch, unclear, "resolve", told)
     slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
-    slots.keep(
-        AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION, slot=0, prepared=True)
-    )
+    slots.keep(replace(over(TXN.least), slot=0, prepared=True))
     slots.release(0)
     is_free = (state, told) == ("", True)
     assert slots.take("id", Deadline(SOON)) == (0 if is_free else 1)
@@ -265,10 +275,8 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
 
 def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read() -> None:
     end = Mock(side_effect=[wire.NotAuthenticated(3, "the credentials could not be read"), None])
-    client = SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))
-    end_delivery = EndDelivery(cluster_with(client=client))
-    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
-    end_delivery.ended(TXN, True, [Participant("t", None, moved, 0)], Deadline(SOON))
+    end_delivery = EndDelivery(asking(end_on_partition=end))
+    end_delivery.ended(TXN, True, moved("t"), Deadline(SOON))
     end_delivery.settle({"t"}, Deadline(SOON))
     end_delivery.close(Deadline(SOON))
     assert end.call_count == 2
@@ -277,10 +285,9 @@ def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read
 def test_a_group_that_has_missed_a_commit_is_told_of_it_although_its_member_is_closed_meanwhile(monkeypatch) -> None:
     monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
     end = Mock(side_effect=[wire.BrokerConnectionLost("it is still away"), None])
-    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_subscription=end)))
+    cluster = asking(end_on_subscription=end)
     end_delivery = EndDelivery(cluster)
-    with fake_broker() as broker, wire.PulsarClient(broker.url) as client:
-        owns_everything(broker)
+    with served() as (broker, client):
         consumer = client.subscribe("t", "s", timeout=SOON)
         used = Participant("t", "s", consumer, consumer.generation)
         (opened,) = broker.wait_for("subscribe")
@@ -318,10 +325,9 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypat
 def test_the_thread_that_sends_ends_again_goes_on_after_a_moment_in_which_no_thread_can_be_started(monkeypatch) -> None:
     away = repeat(wire.BrokerConnectionLost("it is still away"), 2)
     end = Mock(side_effect=chain(away, repeat(None)))
-    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
-    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    end_delivery = EndDelivery(asking(end_on_partition=end))
     failed = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), 1)
-    end_delivery.ended(TXN, True, [Participant(topic, None, moved, 0) for topic in "tu"], Deadline(SOON))
+    end_delivery.ended(TXN, True, moved("t", "u"), Deadline(SOON))
     wait_until(lambda: end.call_count == 4)
     assert failed
     end_delivery.close(Deadline(SOON))
@@ -329,7 +335,7 @@ def test_the_thread_that_sends_ends_again_goes_on_after_a_moment_in_which_no_thr
 
 def test_an_anchor_that_was_used_before_ends_also_after_a_begin_that_failed() -> None:
     begin, send_abort = Mock(side_effect=[wire.TxnId(0, 6), TXN]), Mock()
-    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(begin=begin, send_abort=send_abort)))
+    cluster = asking(begin=begin, send_abort=send_abort)
     owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
     owner.forget(owner.new_transaction(lambda: 30, Deadline(SOON)))
     hold = Hold(raising(wire.NotAllowed(22, "no")))
@@ -342,10 +348,9 @@ def test_an_anchor_that_was_used_before_ends_also_after_a_begin_that_failed() ->
 def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers() -> None:
     begin, send_abort = Mock(side_effect=[wire.TxnId(0, 6), TXN]), Mock()
     hold = Hold(raising(wire.BrokerConnectionLost("it is still away")))
-    transactions = SimpleNamespace(begin=begin, send_abort=send_abort, end_on_partition=hold)
-    cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
-    anchors, moved = Anchors(cluster), Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
-    end_delivery, used = EndDelivery(cluster, anchors), [Participant("t", None, moved, 0)]
+    cluster = asking(begin=begin, send_abort=send_abort, end_on_partition=hold)
+    anchors = Anchors(cluster)
+    end_delivery, used = EndDelivery(cluster, anchors), moved("t")
     anchors.ended(anchors.begin(lambda: 30, 1))
     with hold.asked_by(lambda: end_delivery.ended(TXN, True, used, Deadline(SOON))):
         end_delivery.close(Deadline(0))
@@ -354,11 +359,11 @@ def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers()
 
 def test_an_exception_of_a_signal_handler_lets_no_later_transaction_wait_for_an_end_that_nobody_sends(monkeypatch):
     monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
-    end, moved = Mock(), Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
-    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
+    end, used = Mock(), moved("t")
+    end_delivery = EndDelivery(asking(end_on_partition=end))
 
     def end_one() -> None:
-        end_delivery.ended(TXN, True, [Participant("t", None, moved, 0)], Deadline(SOON))
+        end_delivery.ended(TXN, True, used, Deadline(SOON))
 
     def settle() -> None:
         end_delivery.settle({"t"}, deadline := Deadline(5))
@@ -377,8 +382,8 @@ def test_an_end_that_comes_while_another_thread_gives_earlier_ones_up_is_sent(mo
     monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
     monkeypatch.setattr(EndDelivery, "_give_up", hold := Hold(Mock()))
     end = Mock(side_effect=[wire.NotAllowed(22, "no"), None])
-    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
-    used = [Participant("t", None, Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0), 0)]
+    end_delivery = EndDelivery(asking(end_on_partition=end))
+    used = moved("t")
     with ThreadPoolExecutor(1) as pool:
         with hold.asked_by(lambda: end_delivery.ended(TXN, True, used, Deadline(SOON))):
             later = pool.submit(end_delivery.ended, wire.TxnId(0, 9), True, used, Deadline(SOON))
@@ -389,10 +394,9 @@ def test_an_end_that_comes_while_another_thread_gives_earlier_ones_up_is_sent(mo
 
 def test_closing_tells_administrators_of_commits_that_topics_have_missed(caplog: pytest.LogCaptureFixture) -> None:
     end = raising(wire.BrokerConnectionLost("it is still away"))
-    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
-    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    end_delivery = EndDelivery(asking(end_on_partition=end))
     for txn, commit in (wire.TxnId(0, 6), False), (TXN, True):
-        end_delivery.ended(txn, commit, [Participant("t", None, moved, 0)], Deadline(SOON))
+        end_delivery.ended(txn, commit, moved("t"), Deadline(SOON))
     end_delivery.close(Deadline(0))
     (told,) = [each.message for each in caplog.records if each.levelname == "ERROR"]
     assert f"committed: {TXN}" in told and "repair" in told
@@ -448,9 +452,8 @@ def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner
     end = raising(wire.BrokerConnectionLost("it is still away"))
     owner, written = announcing(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end)))
     missed, told = over(1, "t"), over(2, "t")
-    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
     for ended, topic in (missed, "t"), (told, PROOF_LOCATION.topic):
-        used = [Participant(topic, None, moved, 0)]
+        used = moved(topic)
         owner.end_delivery.ended(ended.txn, True, used, Deadline(SOON), ended)
         owner.forget(ended.txn)
     owner.announce(over(3, "u"), Deadline(SOON))
@@ -465,14 +468,13 @@ def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic
     """By it a waiting reader frees the topic, or an administrator, before another transaction drops the messages."""
     away, denied = wire.BrokerConnectionLost("it is still away"), wire.NotAuthorized(4, "not a superuser")
     end = Mock(side_effect={None: None, "it is still away": away, "not a superuser": denied}[refusal])
-    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end)))
+    cluster = asking(end_on_partition=end)
     owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
     removed = answer_calls(monkeypatch, owner_module, "remove", note=lambda _, topic, __: topic)
     (used,) = owner.open_writers(1, Deadline(SOON))
     assert isinstance(used, PulsarWriter)
     used.proof = PROOF_LOCATION
-    moved = Participant("t", None, Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0), 0)
-    owner.end_delivery.ended(TXN, True, [moved], Deadline(SOON), over(1, "t"))
+    owner.end_delivery.ended(TXN, True, moved("t"), Deadline(SOON), over(1, "t"))
     owner.close(Deadline(0.1))
     assert removed == ([] if refusal else [PROOF_LOCATION.topic])
 
@@ -521,8 +523,7 @@ def test_an_owner_whose_lost_connection_a_broker_still_counts_as_open_is_not_fen
         id = {"ledger_id": 1, "entry_id": len(stored)}
         peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=stored[-1], message_id=id)
 
-    with fake_broker() as broker, wire.PulsarClient(broker.url) as client:
-        owns_everything(broker)
+    with served() as (broker, client):
         broker.handlers.update(producer=open_producer, close_producer=close_producer, send=store)
         topics = SimpleNamespace(internal=lambda *_: "t", trim=lambda *_: None)
         fence = Fence(cluster_with(topics=topics, client=client), "id", "opening")
@@ -584,8 +585,7 @@ def test_an_entry_that_is_refused_before_the_connection_is_lost_once_more_is_not
         call(connection, frame, deadline)
 
     replace_method(monkeypatch, BrokerConnection, "write", write)
-    with fake_broker(send=take) as broker, wire.PulsarClient(broker.url) as client:
-        owns_everything(broker)
+    with served(send=take) as (broker, client):
         topics = SimpleNamespace(deduplicates=lambda *_: True)
         producer, receipts = TransactionProducer(cluster_with(client=client, topics=topics), "t", ""), PendingReceipts()
         for value in b"0", b"1":
@@ -597,8 +597,7 @@ def test_an_entry_that_is_refused_before_the_connection_is_lost_once_more_is_not
 
 
 def test_messages_whose_acknowledgement_was_interrupted_come_again_after_the_abort() -> None:
-    consumer: Any = SimpleNamespace(generation=0, activations=0, start_acknowledge=raising(KeyboardInterrupt))
-    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    partition = partition_of(start_acknowledge=raising(KeyboardInterrupt))
     partition.arrive(None, BEGIN)
     context = PulsarAckContext("group", False, {("t", 0): partition}, threading.Lock())
 
@@ -630,12 +629,24 @@ def test_a_writer_that_hangs_up_leaves_the_room_of_its_lost_entries_to_others() 
 def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() -> None:
     anchor = wire.TxnId(TXN.most, TXN.least - 1)
     begin, send_abort = Mock(side_effect=[anchor, wire.RequestTimedOut("no answer"), TXN]), Mock()
-    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(begin=begin, send_abort=send_abort)))
+    cluster = asking(begin=begin, send_abort=send_abort)
     owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
     left = iter([31.0, 30.0, 27.0])
     assert owner.new_transaction(lambda: next(left), Deadline(SOON)) == TXN
     assert [call.args[0] for call in begin.call_args_list][1:] == [30_000, 27_000]
     assert send_abort.call_args.args[0] == anchor  # there may be room for one
+
+
+def late_write_guard() -> tuple[LateWriteGuard, AnnouncedTransaction]:
+    end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
+    return LateWriteGuard(cluster_with(), end_delivery, InDoubt(cluster_with())), over(TXN.least)
+
+
+def test_late_writes_are_refused_although_a_machine_starts_no_more_threads_for_a_while(monkeypatch) -> None:
+    monkeypatch.setattr(late_writes, "refuse_late_writes", Mock(side_effect=[*2 * [RuntimeError("no thread")], True]))
+    guard, ended = late_write_guard()
+    guard.add(ended, Deadline(SOON))
+    wait_until(lambda: not guard.at_risk)
 
 
 @pytest.fixture
@@ -650,10 +661,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
         return answer.wait(SOON)
 
     monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
-    end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
-    cluster = cluster_with()
-    found = LateWriteGuard(cluster, end_delivery, InDoubt(cluster))
-    ended = AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION)
+    found, ended = late_write_guard()
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     with pytest.raises(RuntimeError):
         found.add(ended, Deadline(SOON))
@@ -669,14 +677,27 @@ def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging:
     assert time.monotonic() - started < 8  # its thread would take 10 seconds
 
 
-def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tuple[PulsarPublisher, list[int]]:
-    """A named publisher on a topic of one partition, and the sequences that it sends."""
+def publisher_where(
+    deduplicates: Any, last: int = -1, ledger: Any = None, failing: int | None = None
+) -> tuple[PulsarPublisher, list[int]]:
+    """A named publisher on a topic of one partition, and the sequences that it sends.
+
+    The broker has received one more than the `last` one, and fails to store it.
+    """
     ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
-    send = lambda message, sequence_id, timeout, when_done: sent.append(sequence_id)  # noqa: E731
-    producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
+
+    def send(message: Any, sequence_id: int, timeout: float, when_done: Callable[[wire.Send], None]) -> None:
+        sent.append(sequence_id)
+        if sequence_id == failing:
+            (refused := wire.Send(0, sequence_id, 1, None, b"")).resolve(wire.PerhapsDropped())
+            when_done(refused)
+
+    parts: dict[str, Any] = {"lost": None, "unconfirmed": [], "send": send, "close": lambda _: None}
+    producer = SimpleNamespace(last_sequence_id=last if last < 0 else last + 1, **parts)
+    fails = lambda *_: setattr(producer, "last_sequence_id", last)  # noqa: E731
     found = dict.fromkeys(("concrete", "require"), lambda *_: ["t-partition-0"])
-    topics = SimpleNamespace(**found, deduplicates=deduplicates)
+    topics = SimpleNamespace(**found, deduplicates=deduplicates, wait_for_writes=fails)
     client = SimpleNamespace(create_producer=lambda *_, **__: producer)
     return PulsarPublisher(cluster_with(id="cluster", topics=topics, client=client), "name", lambda _: ledger), sent
 
@@ -720,6 +741,21 @@ def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: i
     assert not sent
 
 
+@pytest.mark.parametrize(("last", "resent"), [(4, [5]), (5, None), (6, None)])
+def test_a_publisher_goes_on_at_a_failed_sequence_only_if_no_later_one_may_be_stored(
+    last: int, resent: list[int] | None
+) -> None:
+    ledger = Kept(stored=4)
+    first, _ = publisher_where(lambda *_: True, 4, ledger, failing=5)
+    send_one(first, 5)
+    with pytest.raises(errors.DeliveryFailed):
+        send_one(first, 6)
+    second, sent = publisher_where(lambda *_: True, last, ledger)
+    with nullcontext() if resent else pytest.raises(errors.EvidenceLost, match="could not store 5"):
+        send_one(second, 5)
+    assert (sent, "failed" in ledger.newest[1]) == ((resent, False) if resent else ([], True))
+
+
 def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> None:
     ledger = Kept(stored=2)
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
@@ -758,8 +794,7 @@ def test_messages_on_their_way_are_sent_again_also_after_a_call_that_failed_mean
         id = {"ledger_id": 1, "entry_id": len(came)}
         peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=came[-1], message_id=id)
 
-    with fake_broker(send=take) as broker, wire.PulsarClient(broker.url) as client:
-        owns_everything(broker)
+    with served(send=take) as (broker, client):
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"], deduplicates=fails_at_first())
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
         send_one(publisher, None)
@@ -783,11 +818,7 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
         else:
             peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
 
-    with (
-        fake_broker(connect=partial(connected, largest=1 << 24), send=take) as broker,
-        wire.PulsarClient(broker.url) as client,
-    ):
-        owns_everything(broker)
+    with served(connect=partial(connected, largest=1 << 24), send=take) as (broker, client):
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
         send_one(publisher, None)
@@ -841,15 +872,13 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
 
 def entry_at(number: int, batch: int = 1) -> Any:
     id = wire.MessageId(7, number)
-    fields = {
-        "is_batch": False,
-        "permits": 1,
-        "publish_time": 1,
-        "redeliveries": 0,
-        "chunk": None,
-        "comes_again": False,
-    }
-    return SimpleNamespace(id=id, size=1, count=batch, **fields)
+    none = {"is_batch": False, "redeliveries": 0, "chunk": None, "comes_again": False}
+    return SimpleNamespace(id=id, size=1, count=batch, permits=1, publish_time=1, **none)
+
+
+def partition_of(grouped: bool = True, **consumer: Any) -> PulsarPartition:
+    part: Any = SimpleNamespace(**{"generation": 1, "activations": 1, **consumer})
+    return PulsarPartition(("t", 0), "t", part, grouped, 100)
 
 
 def arrives(partition: PulsarPartition, *numbers: int) -> bool:
@@ -869,8 +898,7 @@ def redelivers(partition: PulsarPartition, *dropped: int) -> None:
 
 
 def test_a_redelivery_that_skips_entries_is_repeated_until_they_cannot_be_there_any_more() -> None:
-    consumer: Any = SimpleNamespace(generation=1, activations=1)
-    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    partition = partition_of()
     assert arrives(partition, 1, 2)
     partition._outstanding[7, 0] = 1
     redelivers(partition, 3)
@@ -883,8 +911,7 @@ def test_a_redelivery_that_skips_entries_is_repeated_until_they_cannot_be_there_
 
 
 def test_a_partition_of_a_shared_group_is_silent_if_no_entry_comes_for_a_while(monkeypatch) -> None:
-    consumer: Any = SimpleNamespace(generation=1, activations=1, arrived=0)
-    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    consumer: Any = (partition := partition_of(arrived=0)).consumer
     assert not partition.is_silent() and not partition.is_silent()
     monkeypatch.setattr(partition_module, "_SILENCE_SECONDS", 0)
     assert arrives(partition, 1)
@@ -897,8 +924,7 @@ def test_a_partition_of_a_shared_group_is_silent_if_no_entry_comes_for_a_while(m
 
 def test_entries_that_a_broker_skips_after_it_went_back_unasked_are_missed() -> None:
     """A broker goes back by itself whenever a transaction of the group aborts."""
-    consumer: Any = SimpleNamespace(generation=1, activations=1)
-    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    partition = partition_of()
     assert arrives(partition, 1, 2, 3, 4)
     assert not arrives(partition, 1, 2, 9)
     redelivers(partition)
@@ -907,9 +933,8 @@ def test_entries_that_a_broker_skips_after_it_went_back_unasked_are_missed() -> 
 
 def unreadable(number: int, publish_time: int) -> Any:
     broken = raising(wire.CorruptEntry("broken"))
-    return SimpleNamespace(
-        **{**vars(entry_at(number)), "publish_time": publish_time, "messages": broken, "records": broken}
-    )
+    changed = {"publish_time": publish_time, "messages": broken, "records": broken}
+    return SimpleNamespace(**{**vars(entry_at(number)), **changed})
 
 
 def test_an_unreadable_entry_from_before_the_time_at_which_a_group_begins_does_not_stop_it() -> None:
@@ -928,7 +953,7 @@ def test_an_unreadable_entry_from_before_the_time_at_which_a_group_begins_does_n
 
 @pytest.mark.parametrize("published", [50, 150])
 def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_on(published: int) -> None:
-    partition = PulsarPartition(("t", 0), "t", SimpleNamespace(generation=0, activations=0), False, 100)  # type: ignore[arg-type]
+    partition = partition_of(grouped=False)
     partition.since = 100, (9, 0, 0)
     partition.put(unreadable(1, published))
     assert partition.take(1) == ([], 0)
@@ -936,7 +961,7 @@ def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_o
 
 
 def test_a_time_that_a_member_has_sought_skips_nothing_once_its_partition_was_elsewhere() -> None:
-    partition = PulsarPartition(("t", 0), "t", SimpleNamespace(generation=0, activations=0), True, 100)  # type: ignore[arg-type]
+    partition = partition_of()
     partition.since = 100, (9, 0, 0)
     partition.leave()
     partition.arrive(None, BEGIN)
@@ -990,6 +1015,14 @@ def test_a_topic_that_is_deleted_while_topics_are_listed_is_not_listed_without_p
     )
     topics = PulsarTopics(cluster_with().settings, client, NO_REST)
     assert topics.all(Deadline(SOON)) == {"u": 1}
+
+
+@pytest.mark.parametrize("looks", [[(0, 9)], [(2, 5), (1, 6), (0, 7)], [(2, 5), (9, 6), (9, 7), (9, 8)]])
+def test_earlier_messages_are_waited_for_and_not_what_others_send_meanwhile(looks: list[tuple[int, int]]) -> None:
+    names = ("pendingAddEntriesCount", "entriesAddedCounter")
+    rest: Any = SimpleNamespace(get=Mock(side_effect=[dict(zip(names, look, strict=True)) for look in looks]))
+    PulsarTopics(cluster_with().settings, NO_CLIENT, rest).wait_for_writes("persistent://a/b/t", Deadline(SOON))
+    assert rest.get.call_count == len(looks)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
@@ -1075,8 +1108,7 @@ def deliver(
 @pytest.mark.parametrize("admin_url", ["", "http://127.0.0.1:1"], ids=["no REST", "REST is away"])
 def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_abort(admin_url: str) -> None:
     """No later entry comes that would show it, and no transaction aborts (hazard H94)."""
-    bounds = {"last_message_id": (1, 3), "consumer_mark_delete_position": (1, 0)}
-    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+    told = tells((1, 3), (1, 0))
     often: dict[str, Any] = {"admin_url": admin_url, "timing": Timing(idle_check_seconds=0.5)}
 
     def go_back(peer: Peer, fields: dict[str, Any]) -> None:
@@ -1084,8 +1116,7 @@ def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_
             deliver(peer, fields["consumer_id"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
 
     with member_of([1], set(), "group", **often) as (member, broker, ((peer, id),)):
-        answer = replies("get_last_message_id_response", **told)
-        broker.handlers.update(get_last_message_id=answer, redeliver=go_back)
+        broker.handlers.update(get_last_message_id=told, redeliver=go_back)
         member.has(1)
         deliver(peer, id, (1, 2, 3))
         found = member.take(3)
@@ -1097,8 +1128,7 @@ def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_
 def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_checked() -> None:
     """The broker skips the entries of the other one as above."""
     broken: set[int] = set()
-    bounds = {"last_message_id": (1, 3), "consumer_mark_delete_position": (1, 0)}
-    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+    told = tells((1, 3), (1, 0))
 
     def go_back(peer: Peer, fields: dict[str, Any]) -> None:
         if len(broker.wait_for("redeliver")) > 1 and fields["consumer_id"] == ids["0"]:
@@ -1112,7 +1142,7 @@ def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_check
 
     with member_of([2], set(), "group", timing=Timing(idle_check_seconds=0.5)) as (member, broker, ((peer, _), _)):
         open_one = broker.handlers["subscribe"]
-        answer = replies("get_last_message_id_response", **told)
+        answer = told
         broker.handlers.update(get_last_message_id=answer, redeliver=go_back, subscribe=subscribe)
         ids = {each.fields["topic"][-1]: each.fields["consumer_id"] for each in broker.wait_for("subscribe", 2)}
         member.has(2)
@@ -1205,16 +1235,29 @@ def test_a_group_that_begins_at_a_time_begins_at_its_first_entry_also_if_that_is
 @pytest.mark.parametrize("sharing", ["partition", "message"])
 def test_a_group_acknowledges_chunks_whose_first_one_it_never_gets(sharing: str) -> None:
     """It has begun amid their messages. A first chunk that a broker has skipped still comes (hazard H94)."""
-    bounds = {"last_message_id": (1, 9), "consumer_mark_delete_position": (1, 4)}
-    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
     given = {"sharing": sharing, "timing": Timing(idle_check_seconds=0.1)}
     with member_of([1], set(), "group", **given) as (member, broker, ((peer, id),)):
-        broker.handlers["get_last_message_id"] = replies("get_last_message_id_response", **told)
+        broker.handlers["get_last_message_id"] = tells((1, 9), (1, 4))
         for number in (5, 6, 8):
             deliver(peer, id, [number], chunk=1, uuid=f"{number}")
         member.until(lambda: "ack" in [each.name for each in peer.seen], SOON / 4)
         acked = [message_id(each).entry for each in broker.wait_for("ack")[0].fields["message_id"]]
     assert acked == [5, 6]
+
+
+@pytest.mark.parametrize("redelivered", [False, True])
+def test_a_group_acknowledges_copies_of_chunks_behind_their_whole_message(redelivered: bool) -> None:
+    """A broker that removes duplicates drops a copy of the last chunk only."""
+    with member_of([1], set(), "group", timing=Timing(idle_check_seconds=0.1)) as (member, broker, ((peer, id),)):
+        for number in (1, 2):
+            deliver(peer, id, [number], number - 1)
+        (message,) = member.take(1)
+        if redelivered:  # with earlier messages
+            member.reader.nack({("t", 0): [message.position]})
+        deliver(peer, id, [3], chunk=0, consumer_epoch=9)
+        broker.handlers["get_last_message_id"] = tells((1, 3), (1, 2))
+        member.until(lambda: "ack" in [each.name for each in peer.seen], SOON / 4)
+        assert [message_id(each).entry for each in broker.wait_for("ack")[0].fields["message_id"]] == [3]
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["in order", "the second chunk comes before the first again"])

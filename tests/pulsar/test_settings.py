@@ -19,30 +19,20 @@ HOSTS = (("h", None), ("h2", 6651))
 def settings(scheme="pulsar", hosts=HOSTS, path="", context=None, **given):
     options = {name: option.default for name, option in OPTIONS.items()} | given
     about = {"bridge": "b", "events": Emitter("b", ()), "application": "a", "timeout": 30, "hold": None}
-    return read(
-        Url(scheme, hosts, path, f"{scheme}://h"),
-        options,
-        Context(**{**about, "create_topics": None, **(context or {})}),
-    )
+    given_context = Context(**{**about, "create_topics": None, **(context or {})})
+    return read(Url(scheme, hosts, path, f"{scheme}://h"), options, given_context)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "hosts", "service"),
+    ("where", "service", "namespace"),
     [
-        ("pulsar", HOSTS, "pulsar://h:6650,h2:6651"),
-        ("pulsar+ssl", (("h", None),), "pulsar+ssl://h:6651"),
-        ("pulsar", (("::1", None),), "pulsar://[::1]:6650"),
+        (("pulsar", HOSTS, ""), "pulsar://h:6650,h2:6651", "public/default"),
+        (("pulsar+ssl", (("h", None),), "/"), "pulsar+ssl://h:6651", "public/default"),
+        (("pulsar", (("::1", None),), "/tenant/space"), "pulsar://[::1]:6650", "tenant/space"),
     ],
 )
-def test_hosts_without_a_port_have_pulsars_own(scheme, hosts, service):
-    assert settings(scheme, hosts).service == service
-
-
-@pytest.mark.parametrize(
-    ("path", "namespace"), [("", "public/default"), ("/", "public/default"), ("/tenant/space", "tenant/space")]
-)
-def test_the_path_is_tenant_and_namespace(path, namespace):
-    assert str(settings(path=path).namespace) == namespace
+def test_hosts_without_a_port_have_pulsars_own_and_the_path_is_tenant_and_namespace(where, service, namespace):
+    assert (settings(*where).service, str(settings(*where).namespace)) == (service, namespace)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +43,10 @@ def test_the_path_is_tenant_and_namespace(path, namespace):
         ({"hosts": ()}, "pulsar://host"),
         ({"context": {"client_options": {"operation.timeout": "3"}}}, r"operation\.timeout"),
         ({"context": {"timeout": 300, "hold": 601}}, r"901 s together.*longest_transaction"),
-        ({"prefix": "a.b"}, "prefix"),
-        ({"prefix": ""}, "prefix"),
+        *(({"prefix": bad}, "prefix") for bad in ("a.b", "")),
+        *(({"longest_transaction": bad}, "longest_transaction") for bad in (0.0, 20.0)),
+        *(({"admin_url": bad}, "admin_url") for bad in ("h:80", "http://u@h:80", "http://h:80,", "http://h:80/admin")),
         ({"prepared_ids": 0}, "prepared_ids"),
-        ({"longest_transaction": 0.0}, "longest_transaction"),
-        ({"longest_transaction": 20.0}, "longest_transaction"),
-        ({"admin_url": "h:8080"}, "admin_url"),
-        ({"admin_url": "http://user@h:8080"}, "admin_url"),
-        ({"admin_url": "http://h:8080,"}, "admin_url"),
-        ({"admin_url": "http://h:8080/admin"}, "admin_url"),
         ({"tls_ca": "ca.pem"}, "tls_ca"),
         ({"user": "me"}, "password"),
         ({"password": "secret"}, "user"),
@@ -165,14 +150,8 @@ def test_a_key_is_text_where_it_is_and_else_bytes():
     assert key_on_wire(b"\xff") == b"\xff"
 
 
-HEADERS = [
-    ("kind", b"new"),
-    ("kind", b"again"),
-    ("binary", b"\xff\x00"),
-    ("empty", b""),
-    ("txnbridge-b64.kind", b"not in base64"),
-    ("txnbridge-b64.txnbridge-b64.", b"\xfe"),
-]
+HEADERS = [("kind", b"new"), ("kind", b"again"), ("binary", b"\xff\x00"), ("empty", b"")]
+HEADERS += [("txnbridge-b64.kind", b"not in base64"), ("txnbridge-b64.txnbridge-b64.", b"\xfe")]
 
 
 def test_headers_come_back_as_they_were():

@@ -18,9 +18,7 @@ def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
     """Raise `InvalidOption` unless `given`, the setting `what`, is a number of seconds that a thread can wait for."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         shown = type(given).__name__
-    elif 0 <= given <= TIMEOUT_MAX and (
-        given or not above_0
-    ):  # Python cannot wait longer than `TIMEOUT_MAX`, which is centuries
+    elif 0 <= given <= TIMEOUT_MAX and (given or not above_0):  # Python cannot wait longer than centuries
         return
     else:
         shown = repr(given)

@@ -537,7 +537,7 @@ def _check_limits(max_messages: int, timeout: float) -> None:
 
 
 def _is_partition(given: object) -> bool:
-    return isinstance(given, Sequence) and len(given) == 2 and isinstance(given[0], str) and isinstance(given[1], int)
+    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str) and isinstance(given[1], int)
 
 
 def _is_position(given: object) -> bool:

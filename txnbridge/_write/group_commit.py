@@ -314,7 +314,7 @@ class Member(TakenWriter, Writer):
 
     @property
     def not_taken(self) -> tuple[type[Exception], ...]:  # type: ignore[override]
-        return (KeyError,) if self.writer is None else (KeyError, *self.writer.not_taken)
+        return (KeyError, TypeError, *(() if self.writer is None else self.writer.not_taken))
 
     @property
     def messages(self) -> int:

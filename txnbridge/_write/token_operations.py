@@ -97,10 +97,8 @@ class Outcomes:
                 except errors.TxnBridgeError:  # any other error leaves the outcome unknown for now
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
-                if status.state is TokenState.COMMITTED:
-                    return Outcome.COMMITTED
-                if status.state is TokenState.ABORTED:
-                    return Outcome.ABORTED
+                if status.state in (TokenState.COMMITTED, TokenState.ABORTED):
+                    return Outcome(status.state.value)
                 if status.permanent:
                     raise errors.EvidenceLost(
                         f"the evidence of the outcome of transaction {token.transaction} is gone: {status.reason}",

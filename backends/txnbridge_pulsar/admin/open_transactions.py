@@ -181,13 +181,13 @@ def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
     """Return the token of a prepared transaction; None if the transaction is not prepared."""
     if not listed.prepared or listed.proof is None:
         return None
+    participants = Participants(listed.topics, listed.subscriptions)
+    evidence = TokenEvidence(listed.txn, listed.proof, participants=participants)
     return Token(
         broker="pulsar",
         cluster=cluster.id,
         transaction=listed.transaction,
-        how=TokenEvidence(
-            listed.txn, listed.proof, participants=Participants(listed.topics, listed.subscriptions)
-        ).fields(),
+        how=evidence.fields(),
         prepared=True,
         expires_at=listed.expires_at,
         messages=listed.messages or 0,
@@ -201,12 +201,9 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
     """
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
-        proof = listed.proof or NO_PROOF
-        _have_late_writes_refused(
-            cluster,
-            AnnouncedTransaction(listed.transaction, listed.txn, listed.topics, listed.subscriptions, proof),
-            deadline,
-        )
+        ids, proof = (listed.transaction, listed.txn), listed.proof or NO_PROOF
+        aborted = AnnouncedTransaction(*ids, listed.topics, listed.subscriptions, proof)
+        _have_late_writes_refused(cluster, aborted, deadline)
         return Outcome.ABORTED
     if ended is EndResult.COMMITTED:
         return Outcome.COMMITTED
@@ -229,6 +226,5 @@ def _have_late_writes_refused(cluster: ClusterAccess, aborted: AnnouncedTransact
     _log.warning(
         "transaction %s is aborted, but brokers do not refuse late messages of its writer yet (%s): such a message may"
         " hold readers of its topics back. Stop that writer, and end older transactions (txnbridge transactions list)",
-        aborted.transaction or aborted.txn,
-        reason,
+        *(aborted.transaction or aborted.txn, reason),
     )

@@ -8,7 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from txnbridge_pulsar.client.connecting.address import full_topic_name, service_url
 from txnbridge_pulsar.client.connecting.authentication import NO_AUTHENTICATION, Authentication, tls_context
@@ -154,27 +154,10 @@ class PulsarClient:
         consumer.reopen(timeout)
         return consumer
 
-    def read(
-        self,
-        topic: str,
-        *,
-        timeout: float,
-        start: MessageId = EARLIEST,
-        inbox: Inbox | None = None,
-        connection_key: str = "",
-        create: bool = True,
-    ) -> PulsarConsumer:
-        """Open a reader: a consumer from `start` on, with a temporary subscription. Without `create` make no topic."""
-        return self.subscribe(
-            topic,
-            f"reader-{uuid.uuid4().hex[:12]}",
-            timeout=timeout,
-            start=start,
-            durable=False,
-            inbox=inbox,
-            connection_key=connection_key,
-            create=create,
-        )
+    def read(self, topic: str, *, timeout: float, start: MessageId = EARLIEST, **options: Any) -> PulsarConsumer:
+        """Open a reader: a consumer from `start` on, with a temporary subscription and these options of `subscribe`."""
+        name = f"reader-{uuid.uuid4().hex[:12]}"
+        return self.subscribe(topic, name, timeout=timeout, start=start, durable=False, **options)
 
     def hang_up(self, connection_key: str) -> None:
         """Close the connections with one key at once: their producers and consumers are lost, and send nothing more.

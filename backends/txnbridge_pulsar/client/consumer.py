@@ -371,7 +371,8 @@ class PulsarConsumer:
     def acknowledge_strays(self, acknowledged: MessageId) -> None:
         """Acknowledge the chunks directly after a mark-delete position that arrived without those before them.
 
-        Their first chunks are before that position, and so acknowledged: their messages never become whole.
+        Their first chunks are before that position, and so acknowledged: their messages never become whole. Copies of
+        chunks whose whole message is before that position are acknowledged, too.
         """
         ids = [acknowledged]
         for id in sorted(self._chunks.later):
@@ -431,7 +432,8 @@ class PulsarConsumer:
 
     def _drop_waiting(self) -> list[MessageId]:
         dropped, ids = self.inbox.drop(self), list[MessageId]()
-        self._chunks = Chunks()
+        ends, self._chunks = self._chunks.ends, Chunks()
+        self._chunks.ends = ends
         with self._state:
             for generation, fields, tail in dropped:
                 if generation == self.generation:

@@ -300,7 +300,8 @@ class PulsarProducer:
             if send is None:
                 return
             if error.retriable:
-                send.refused = True
+                # Perhaps the broker is storing it already, and does not know yet whether that succeeds.
+                send.refused |= "whether the message is a duplicate" not in error.text
             else:
                 del self._pending[send.sequence_id]
             self._state.notify_all()

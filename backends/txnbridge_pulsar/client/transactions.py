@@ -9,6 +9,7 @@ request may get `TransactionNotFound` because the first one has ended the transa
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -50,19 +51,23 @@ class Transactions:
             time.sleep(pause)
         raise AssertionError("pauses never end")
 
-    def connect(self, timeout: float) -> int:
+    def connect(self, timeout: float, all_within: float = math.inf) -> int:
         """Connect to every coordinator, and return their number. After a restart of the brokers, transactions time out
         only once a client has connected to their coordinator. An absent coordinator stops no connection to the others.
+        After the seconds `all_within`, one connection is enough.
         """
-        deadline = ClientDeadline(timeout)
+        deadline, all_by = ClientDeadline(timeout), ClientDeadline(all_within)
         self._count = self._count_coordinators(deadline)
         absent = list(range(self._count))
 
         def attempt() -> int:
             failed: list[PulsarError] = []
+            if all_by.expired and len(absent) < self._count:
+                return self._count
             for coordinator in absent[:]:
                 try:
-                    self._connect(coordinator, ClientDeadline(deadline.left / len(absent)))
+                    left = min(all_by.left or math.inf, deadline.left)
+                    self._connect(coordinator, ClientDeadline(left / len(absent)))
                     absent.remove(coordinator)
                 except PulsarError as error:
                     failed.append(error)

@@ -102,7 +102,7 @@ class LateWriteGuard:
         try:
             self._end_delivery.settle(set(ended.topics), deadline)
             return refuse_late_writes(self._cluster, ended, deadline)
-        except TxnBridgeError as error:
+        except (TxnBridgeError, RuntimeError) as error:  # the last if this machine starts no more threads now
             _log.debug("late messages of %s are not refused yet: %s", ended.transaction, error)
             return False
 

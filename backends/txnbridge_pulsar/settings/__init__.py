@@ -166,14 +166,9 @@ class PulsarSettings:
         """Return the TLS context for brokers and their REST interface. Raise `InvalidOption` if files are unusable."""
         from txnbridge_pulsar import client as wire
 
+        files = (self.tls_ca or None, self.tls_certificate or None, self.tls_key or None)
         try:
-            return wire.tls_context(
-                self.tls_ca or None,
-                self.tls_certificate or None,
-                self.tls_key or None,
-                self.tls_verify_hostname,
-                self.tls_verify,
-            )
+            return wire.tls_context(*files, self.tls_verify_hostname, self.tls_verify)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise InvalidOption(
                 f"the files of tls_ca, tls_certificate and tls_key are not PEM files that fit together: {error}"

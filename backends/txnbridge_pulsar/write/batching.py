@@ -128,14 +128,11 @@ class TransactionProducer:
 
         Brokers may be unable to list open transactions while a registered topic is not loaded.
         """
+        key, pack = self._connection_key, self._cluster.settings.pack
         if self._producer is None:
             with translated(f"opening a producer on {self.concrete}"), needing("produce", self.concrete):
                 self._producer = self._cluster.client.create_producer(
-                    self.concrete,
-                    timeout=deadline.left(),
-                    compression=self._cluster.settings.pack,
-                    transactions=True,
-                    connection_key=self._connection_key,
+                    self.concrete, timeout=deadline.left(), compression=pack, transactions=True, connection_key=key
                 )
             self._stored = -1
         return self._producer

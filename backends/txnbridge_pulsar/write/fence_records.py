@@ -65,37 +65,19 @@ class AnnouncedTransaction:
         for concrete in self.topics:
             name, number = whole_topic(concrete)
             partitions.setdefault(name, []).append(-1 if name == concrete else number)
-        fields = {
-            "t": self.transaction,
-            "x": list(self.txn),
-            "p": partitions,
-            "a": [list(pair) for pair in self.subscriptions],
-            "k": self.proof.fields(),
-            "i": self.slot,
-            "e": self.expires_at,
-            "d": self.prepared or None,
-            "c": self.messages or None,
-        }
+        fields: dict[str, Any] = {"t": self.transaction, "x": list(self.txn), "p": partitions}
+        fields |= {"a": [list(pair) for pair in self.subscriptions], "k": self.proof.fields(), "i": self.slot}
+        fields |= {"e": self.expires_at, "d": self.prepared or None, "c": self.messages or None}
         return {name: value for name, value in fields.items() if value not in (None, [])}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> AnnouncedTransaction:
-        most, least = fields["x"]
-        return cls(
-            transaction=str(fields["t"]),
-            txn=TxnId(_number(most), _number(least)),
-            topics=tuple(
-                name if number < 0 else f"{name}-partition-{number}"
-                for name, numbers in fields["p"].items()
-                for number in numbers
-            ),
-            subscriptions=tuple((str(topic), str(name)) for topic, name in fields.get("a", ())),
-            proof=ProofLocation.read(fields["k"]),
-            slot=fields.get("i"),
-            expires_at=fields.get("e"),
-            prepared=bool(fields.get("d")),
-            messages=int(fields.get("c", 0)),
-        )
+        txn, proof = _txn_id(fields["x"]), ProofLocation.read(fields["k"])
+        named = [(name, number) for name, numbers in fields["p"].items() for number in numbers]
+        topics = tuple(name if number < 0 else f"{name}-partition-{number}" for name, number in named)
+        subscriptions = tuple((str(topic), str(name)) for topic, name in fields.get("a", ()))
+        state = fields.get("i"), fields.get("e"), bool(fields.get("d")), int(fields.get("c", 0))
+        return cls(str(fields["t"]), txn, topics, subscriptions, proof, *state)
 
 
 @dataclass(frozen=True)
@@ -116,16 +98,9 @@ class FenceRecord:
     anchors: Sequence[TxnId] = field(default=())
 
     def pack(self) -> bytes:
-        fields = {
-            "v": VERSION,
-            "o": self.opening,
-            "h": self.host,
-            "w": self.at,
-            "u": [each.fields() for each in self.under_way],
-            "r": [each.fields() for each in self.at_risk],
-            "l": self.fence_id,
-            "k": [list(each) for each in self.anchors],
-        }
+        fields: dict[str, Any] = {"v": VERSION, "o": self.opening, "h": self.host, "w": self.at}
+        fields |= {"u": [each.fields() for each in self.under_way], "r": [each.fields() for each in self.at_risk]}
+        fields |= {"l": self.fence_id, "k": [list(each) for each in self.anchors]}
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -135,17 +110,15 @@ class FenceRecord:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:
                 raise ValueError("another version")
-            return cls(
-                opening=str(fields["o"]),
-                host=str(fields["h"]),
-                at=_number(fields["w"]),
-                under_way=tuple(AnnouncedTransaction.read(each) for each in fields["u"]),
-                at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
-                fence_id=str(fields["l"]),
-                anchors=tuple(TxnId(_number(most), _number(least)) for most, least in fields["k"]),
-            )
+            under_way, at_risk = (tuple(map(AnnouncedTransaction.read, fields[name])) for name in "ur")
+            (opening, host, fence_id), anchors = (str(fields[name]) for name in "ohl"), tuple(map(_txn_id, fields["k"]))
+            return cls(opening, host, _number(fields["w"]), under_way, at_risk, fence_id, anchors)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EvidenceLost("a record on a fence topic was not written by this or an earlier txnbridge") from error
+
+
+def _txn_id(value: Any) -> TxnId:
+    return TxnId(*_entry_position(value))
 
 
 def _entry_position(value: Any) -> tuple[int, int]:

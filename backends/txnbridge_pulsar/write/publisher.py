@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from txnbridge import errors
 from txnbridge.errors import AccessDenied, EvidenceLost, TxnBridgeError
@@ -58,10 +59,11 @@ class PulsarPublisher(Publisher):
             concrete = self._cluster.topics.require(topic, partition, deadline)
             number = self._choose_partition(key, len(concrete)) if partition is None else partition
             if sequence is None:
-                self._or_fail(lambda: self._producer_of(concrete[number], deadline).send(message, None, deadline))
+                plain = self._producer_of(concrete[number], deadline)
+                self._or_fail(lambda: plain.send(message, None, deadline), deadline)
             else:
                 sequenced = self._sequenced_topic(topic, deadline)
-                self._or_fail(lambda: sequenced.send(number, message, sequence, deadline))
+                self._or_fail(lambda: sequenced.send(number, message, sequence, deadline), deadline)
 
     def _choose_partition(self, key: bytes | None, count: int) -> int:
         if key is not None:
@@ -94,7 +96,7 @@ class PulsarPublisher(Publisher):
 
     def _settle(self, deadline: Deadline) -> None:
         for producer in self._all_producers():
-            self._or_fail(lambda producer=producer: producer.settle(deadline))  # type: ignore[misc]
+            self._or_fail(lambda producer=producer: producer.settle(deadline), deadline)  # type: ignore[misc]
         for sequenced in self._sequenced.values():
             sequenced.record_stored(deadline, first=True)
 
@@ -106,11 +108,13 @@ class PulsarPublisher(Publisher):
             self._check()
             return self._sequenced_topic(topic, deadline).last_stored
 
-    def _or_fail(self, call: Callable[[], None]) -> None:
+    def _or_fail(self, call: Callable[[], None], deadline: Deadline) -> None:
         try:
             call()
         except _SendFailed as failure:
             cause = failure.__cause__
+            for sequenced in self._sequenced.values():
+                sequenced.record_failed(deadline)
             kind = errors.AccessDenied if isinstance(cause, _DENIED) else errors.DeliveryFailed
             self._failed = kind(f"a message could not be stored, so later ones in its partition are not: {cause}")
             raise self._failed from cause
@@ -176,6 +180,7 @@ class _SequencedTopic:
                     f"topic {self._topic!r} has no sequences unless its broker is known to remove duplicates there"
                     f" (brokerDeduplicationEnabled). To check that, {NEEDS_REST}"
                 )
+            producer.wait_for_earlier_writes(deadline)
             self._last = max(self._last, producer.last_stored)
             self._checked_partitions += 1
         if not self._is_checked:
@@ -187,6 +192,11 @@ class _SequencedTopic:
         """Record the highest stored sequence in the decision log; if `first`, only if the log has none yet."""
         if self._is_checked and self.last_stored is not None:
             self._record.record_stored(self.last_stored, deadline, first)
+
+    def record_failed(self, deadline: Deadline) -> None:
+        """Record in the decision log which sequence failed first, if any."""
+        if failed := [producer.failed for producer in self.producers if producer.failed is not None]:
+            self._record.record_failed(min(failed), deadline)
 
     @property
     def last_stored(self) -> int | None:
@@ -215,19 +225,25 @@ class _PartitionProducer:
         self._concrete = concrete
         self._name = name
         self._failure: wire.PulsarError | None = None
-        self._stored = -1  # the highest sequence id with a receipt
+        self.failed: int | None = None  # the first sequence that failed
         self._what = f"opening a producer on {concrete}"
+        self._open(deadline)
+
+    def _open(self, deadline: Deadline) -> None:
         self._producer = retry_translated(lambda: self._opened(deadline), self._what, deadline, self._as_bridge_error)
+        self.last_stored = self._producer.last_sequence_id  # the highest stored sequence; -1 if there is none
 
     def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
         client, pack = self._cluster.client, self._cluster.settings.pack
         with needing("produce", self._concrete):
             return client.create_producer(self._concrete, timeout=deadline.left(), name=self._name, compression=pack)
 
-    @property
-    def last_stored(self) -> int:
-        """Return the highest sequence that is known to be stored; -1 if there is none."""
-        return max(self._stored, self._producer.last_sequence_id)
+    def wait_for_earlier_writes(self, deadline: Deadline) -> None:
+        """Wait until earlier messages are stored: brokers report the last sequence that they received, not stored."""
+        if self.last_stored >= 0:
+            self._cluster.topics.wait_for_writes(self._concrete, deadline)
+            self._producer.close(deadline.left())
+            self._open(deadline)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
         """Send a message; wait only while the queue is full. Raise `_SendFailed` if an earlier message has failed."""
@@ -262,13 +278,14 @@ class _PartitionProducer:
         except wire.BrokerConnectionLost:
             return
         except wire.PulsarError as error:
-            self._failure = self._failure or error
+            if self._failure is None:
+                self._failure, self.failed = error, send.sequence_id
             return
         if receipt.duplicate and not again:
             self._failure = self._failure or wire.PulsarError(
                 f"the broker dropped a new message to {self._concrete} as a duplicate"
             )
-        self._stored = max(self._stored, send.highest_sequence_id)
+        self.last_stored = max(self.last_stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
         """Wait until all messages are stored. Raise `_SendFailed` if one failed, `DeadlineExceeded` at the deadline."""
@@ -314,8 +331,8 @@ class _PartitionProducer:
         """Return whether the broker is known to drop messages that this producer sends again."""
         if self._name is not None:
             return True  # `_SequencedTopic.open_producers` has checked it before the first message
-        if self._stored >= 0:
-            return self._producer.last_sequence_id >= self._stored
+        if self.last_stored >= 0:
+            return self._producer.last_sequence_id >= self.last_stored
         return self._cluster.topics.deduplicates(self._concrete, deadline)
 
     def _check(self) -> None:
@@ -355,42 +372,58 @@ class SequenceRecord:
         self._is_disabled = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one."""
+        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one, or not
+        below a recorded sequence that failed.
+        """
+        value: Mapping[str, Any] = {}
         try:
-            value = self._value.read(deadline)
-            self._last = -1 if value is None else int(value["stored"])
+            value = self._value.read(deadline) or value
         except AccessDenied as error:
             self._disable_check(error)
-        if stored < self._last:
-            raise EvidenceLost(
-                f"publisher {self._name!r} has stored up to sequence {self._last} on topic {self._topic!r}, and the"
-                f" broker only knows of {stored if stored >= 0 else 'none'}: it forgets a name that is unused for hours"
-                " (brokerDeduplicationProducerInactivityTimeoutMinutes), or the topic was recreated. Messages that"
-                " are sent again under this name would be stored twice: continue under another name, after the topic's"
-                " last message"
+        recorded, failed = int(value.get("stored", -1)), int(value.get("failed", stored + 1))
+        if stored < recorded:
+            why = (
+                f"has stored up to {recorded}, and the broker only knows of {stored if stored >= 0 else 'none'}: it"
+                " forgets a name that is unused for hours (brokerDeduplicationProducerInactivityTimeoutMinutes), or the"
+                " topic was recreated. Messages that are sent again under this name would be stored twice"
             )
+        elif stored >= failed:
+            why = f"could not store {failed}, and the broker knows of {stored}: messages in between may be missing"
+        else:
+            self._last = -1 if "failed" in value else recorded  # `record_stored` replaces a record of failure
+            return
+        raise EvidenceLost(
+            f"sequences of publisher {self._name!r} on topic {self._topic!r}: it {why}. Continue under another name,"
+            " after the topic's last message"
+        )
 
     def record_stored(self, stored: int, deadline: Deadline, first: bool) -> None:
-        """Record that all messages up to sequence `stored` are stored; log errors.
+        """Record that all messages up to sequence `stored` are stored.
 
         The next publisher with this name records its own, too. If `first`, record it only if none is recorded.
         """
-        deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
+
+        def change(value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            is_known = value and "failed" not in value and int(value["stored"]) >= stored
+            return None if is_known else {"stored": stored}
+
+        if not self._is_disabled and self._last < (0 if first else stored):
+            self._update(change, deadline)
+
+    def record_failed(self, sequence: int, deadline: Deadline) -> None:
+        """Record that this sequence failed: later ones may be stored nevertheless."""
+        self._update(lambda value: {"stored": -1, **(value or {}), "failed": sequence}, deadline)
+
+    def _update(self, change: Callable[[Mapping[str, Any] | None], Any], deadline: Deadline) -> None:
+        """Change the record in the decision log; log errors."""
         try:
-            if not self._is_disabled and self._last < (0 if first else stored):
-                self._update(stored, deadline)
+            value = self._value.update(change, Deadline(min(_RECORD_SECONDS, deadline.left())))
+            self._last = int((value or {})["stored"])
+        except AccessDenied as error:
+            self._disable_check(error)
         except TxnBridgeError as error:
             self._is_disabled = True
             _log.debug("the last sequence of publisher %r on %s is not recorded: %s", self._name, self._topic, error)
-
-    def _update(self, stored: int, deadline: Deadline) -> None:
-        try:
-            value = self._value.update(
-                lambda value: None if value and int(value["stored"]) >= stored else {"stored": stored}, deadline
-            )
-            self._last = stored if value is None else int(value["stored"])
-        except AccessDenied as error:
-            self._disable_check(error)
 
     def _disable_check(self, error: AccessDenied) -> None:
         self._is_disabled = True

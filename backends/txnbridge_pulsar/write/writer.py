@@ -267,13 +267,8 @@ class PulsarWriter(Writer):
 
     def _announcement(self) -> AnnouncedTransaction:
         assert self._txn is not None and self.proof is not None
-        return AnnouncedTransaction(
-            transaction=self._begin.transaction,
-            txn=self._txn,
-            topics=tuple(self._announced),
-            subscriptions=tuple(self._subscriptions),
-            proof=self.proof,
-        )
+        topics, subscriptions = tuple(self._announced), tuple(self._subscriptions)
+        return AnnouncedTransaction(self._begin.transaction, self._txn, topics, subscriptions, self.proof)
 
     def _producer(self, concrete: str) -> TransactionProducer:
         producer = self._producers.get(concrete)

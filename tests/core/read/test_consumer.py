@@ -240,7 +240,7 @@ def test_seeking_forgets_what_was_delivered_and_is_refused_while_acks_are_held(r
 
 
 def test_places_that_no_partition_has_are_refused_and_the_consumer_goes_on(room: Room) -> None:
-    for partitions in ("t", ["t"], 5):
+    for partitions in ("t", ["t"], 5, [["t", 0]]):
         for call in (room.consumer.pause, room.consumer.resume):
             with pytest.raises(errors.InvalidOption, match="list of"):
                 call(partitions)  # type: ignore[arg-type]

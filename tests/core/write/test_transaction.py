@@ -8,14 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
-from tests.failing import raising
+from tests.failing import note_calls, raising
 from tests.in_time import Hold, wait_until, within
 from tests.inside import connection_of, queued, writers_of
 from txnbridge import Bridge, Decision, Event, Outcome, State, Status, TokenState, Topic, Transaction, codecs, errors
+from txnbridge._bridge import _at_exit, _live
 from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline
 from txnbridge.testing import listening
@@ -380,20 +382,9 @@ def test_closing_a_bridge_waits_for_another_thread_that_closes_it() -> None:
 
 def test_closing_a_bridge_waits_for_another_closing_thread_no_longer_than_the_timeout() -> None:
     bridge, broker = connect_toy(timeout=0.2)
-    closed, may_go_on = threading.Event(), threading.Event()
-
-    def close(deadline: Deadline) -> None:
-        closed.set()
-        assert may_go_on.wait(60)
-
-    broker.close = close  # type: ignore[method-assign]
-    closing = threading.Thread(target=bridge.close)
-    closing.start()
-    assert closed.wait(60)
-    bridge.close()
-    assert closing.is_alive()
-    may_go_on.set()
-    closing.join()
+    broker.close = closing = Hold()  # type: ignore[method-assign]
+    with closing.asked_by(bridge.close):
+        bridge.close()
 
 
 def test_closing_by_a_signal_handler_leaves_the_call_that_it_interrupted_alone() -> None:
@@ -447,15 +438,9 @@ def test_closing_inside_the_making_of_a_service_leaves_it_alone() -> None:
 
 def test_closing_a_bridge_inside_its_own_closing_does_not_wait() -> None:
     bridge, broker = connect_toy(timeout=60)
-    closes = []
-
-    def close(deadline: Deadline) -> None:
-        closes.append(deadline)
-        bridge.close()
-
-    broker.close = close  # type: ignore[method-assign]
+    broker.close = close = Mock(side_effect=lambda _: bridge.close())  # type: ignore[method-assign]
     bridge.close()
-    assert len(closes) == 1
+    close.assert_called_once()
 
 
 class Settings(dict[str, object]):
@@ -471,6 +456,15 @@ def test_a_bridge_is_closed_also_by_an_object_that_has_its_own_idea_of_attribute
     bridge, broker = connect_toy()
     Settings().close_bridge(bridge)
     assert broker.closed
+
+
+def test_at_the_programs_end_bridges_are_closed_before_those_that_keep_their_decision_logs(monkeypatch) -> None:
+    monkeypatch.setattr("txnbridge._bridge.exit_begins", bool)
+    monkeypatch.setattr("txnbridge._bridge._live", type(_live)())
+    closed, backend = note_calls(monkeypatch, ToyBroker, "close", lambda broker, _: broker), ToyBackend()
+    bridges = [connect_toy(backend, decision_log="toy:") for _ in range(20)]
+    _at_exit()
+    assert closed == backend.brokers[::-1] and len(closed) == 2 * len(bridges)
 
 
 class Elsewhere:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from txnbridge_pulsar.client.deadline import ClientDeadline, retry
@@ -21,11 +21,10 @@ from txnbridge_pulsar.client.errors import (
     ServiceNotReady,
     server_error,
 )
+from txnbridge_pulsar.client.format.codec import Fields
 
 from .address import Address, ServiceUrl, full_topic_name, service_url
 from .connection import BrokerConnection, ConnectionOptions
-
-T = TypeVar("T")
 
 _REDIRECT, _CONNECT = 0, 1
 # The most redirects, as in the Java client: more of them are a loop.
@@ -122,27 +121,18 @@ class Lookup:
         return ClientDeadline(min(deadline.left, self._opening_attempt_seconds))
 
     def partitions(self, topic: str, deadline: ClientDeadline) -> int:
-
-        def ask(connection: BrokerConnection, left: ClientDeadline) -> int:
-            answer = connection.ask(
-                "partition_metadata", left, topic=full_topic_name(topic), metadata_auto_creation_enabled=False
-            )
-            return int(answer.get("partitions", 0))
-
-        return self._ask_any_broker(deadline, ask)
+        asked = {"topic": full_topic_name(topic), "metadata_auto_creation_enabled": False}
+        return int(self._ask_any_broker("partition_metadata", deadline, asked).get("partitions", 0))
 
     def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
+        asked = {"namespace": namespace, "mode": 0}
+        return list(self._ask_any_broker("get_topics_of_namespace", deadline, asked).get("topics", []))
 
-        def ask(connection: BrokerConnection, left: ClientDeadline) -> list[str]:
-            return list(connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0).get("topics", []))
-
-        return self._ask_any_broker(deadline, ask)
-
-    def _ask_any_broker(self, deadline: ClientDeadline, ask: Callable[[BrokerConnection, ClientDeadline], T]) -> T:
-        def attempt() -> T:
+    def _ask_any_broker(self, name: str, deadline: ClientDeadline, asked: Fields) -> Fields:
+        def attempt() -> Fields:
             left = _attempt_deadline(deadline)
             with self._next_on_failure():
-                return ask(self._pool.get(ConnectionTarget(self._current), _CONNECTION_KEY, left), left)
+                return self._pool.get(ConnectionTarget(self._current), _CONNECTION_KEY, left).ask(name, left, **asked)
 
         return retry(deadline, attempt)
 

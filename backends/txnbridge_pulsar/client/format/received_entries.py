@@ -271,8 +271,9 @@ class Chunks:
     of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
     Chunks that arrive without those before them are left out: `take` returns their ids, too. Copies of a chunk, which
-    senders store after lost receipts, become its `parts`, to be acknowledged as well. Chunks before the entry `wanted`
-    only complete messages of which later chunks arrive. Only one thread may call the methods.
+    senders store after lost receipts, become its `parts`, to be acknowledged as well; copies after the whole message
+    are in `later`. Chunks before the entry `wanted` only complete messages of which later chunks arrive. Only one
+    thread may call the methods.
     """
 
     def __init__(self, wanted: tuple[int, ...] = (), goes_back: bool | None = None) -> None:
@@ -284,7 +285,10 @@ class Chunks:
         self._sizes: dict[str, int] = {}
         # Whether a message was dropped and this is not reported yet; by hashes, because names may be long.
         self._known: dict[int, bool] = {}
-        self.later: deque[MessageId] = deque(maxlen=_MAX_STRAYS)  # strays that are no first chunks
+        # The last chunks of whole messages, by hashes of what all their chunks have in common.
+        self.ends: dict[int, MessageId] = {}
+        # Strays that are no first chunks, and copies. They are useless once all messages before them are acknowledged.
+        self.later: deque[MessageId] = deque(maxlen=_MAX_STRAYS)
         self._strays: deque[tuple[MessageId, int, int]] = deque(maxlen=_MAX_STRAYS)  # with arrivals and redeliveries
         self._rounds = deque([0] * 8, 8)  # how many entries were taken before the last calls of `take`
 
@@ -295,6 +299,8 @@ class Chunks:
         """
         uuid, number, of = chunk
         is_wanted = entry.id[:2] >= self._wanted
+        kind = hash((uuid, of, entry.publish_time, entry.metadata.get("total_chunk_msg_size")))
+        self.later += [entry.id] if self.ends.get(kind, entry.id) < entry.id else []
         if number == 0:  # a new message, or one that is sent again or redelivered from its first chunk on
             entry.parts = tuple(_ids(self._begun.get(uuid, ())))
             self._begin(uuid)
@@ -322,7 +328,7 @@ class Chunks:
             entry.refuse(f"a message in {of} chunks is larger, or claims so, than the {max_bytes} bytes that are held")
             return entry
         if number + 1 == of:
-            self._forget(uuid)
+            self._end(uuid, kind, entry.id)
             entry.join(earlier)
             return entry
         earlier.append(entry)
@@ -343,6 +349,12 @@ class Chunks:
     def _forget(self, uuid: str) -> None:
         self._begun.pop(uuid, None)
         self._sizes.pop(uuid, None)
+
+    def _end(self, uuid: str, kind: int, id: MessageId) -> None:
+        self._forget(uuid)
+        self.ends.setdefault(kind, id)
+        if len(self.ends) > _MAX_REMEMBERED:
+            del self.ends[next(iter(self.ends))]
 
     def _make_room(self, max_bytes: int) -> None:
         while len(self._begun) > MAX_INCOMPLETE_MESSAGES or sum(self._sizes.values()) > max_bytes:
