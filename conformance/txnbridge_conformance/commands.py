@@ -372,7 +372,8 @@ def _report_in(folder: str) -> dict[str, Any]:
 def contract(url: str, modules: tuple[str, ...], only: str, as_json: bool) -> None:
     """Run the contract suite on the broker at URL: one line a promise, and why a test of it failed.
 
-    If the set-up of a test fails, such as the creation of its topic, its promise was not tried; exit code 3.
+    If the set-up of a test fails, such as the creation of its topic, its promise was not tried; exit code 3. The
+    suite's topics, conformance-…, are deleted at the end. Its groups, and txnbridge's own topics for them, are left.
     """
     from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 

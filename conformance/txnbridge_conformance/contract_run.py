@@ -7,12 +7,14 @@ import io
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from txnbridge import Capability
+from txnbridge import Capability, TxnBridgeError, connect
+from txnbridge_conformance.run.settling import delete_topics
 
 _TESTS = "from txnbridge_conformance.suite import *  # noqa: F403\n"
 # The name for tests that prove no single capability: every broker has to pass them.
@@ -76,6 +78,7 @@ class ContractRecorder:
 def run_contract(url: str, only: str = "") -> list[ContractResult]:
     """Run the suite, or its tests that match pytest's expression `only`. Return the verdict on each capability.
 
+    Delete the suite's topics at the end, also after an interrupt, which pytest handles.
     Raise `RuntimeError` with pytest's output if the suite could not run.
     """
     recorder, output = ContractRecorder(), io.StringIO()
@@ -84,6 +87,11 @@ def run_contract(url: str, only: str = "") -> list[ContractResult]:
         options = ["-q", "-p", "no:cacheprovider", "-p", "txnbridge_conformance.plugin", "--rootdir", folder]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = pytest.main([*options, "-k", only, "--txnbridge-url", url, folder], plugins=[recorder])
+    if recorder.results:
+        from txnbridge_conformance.plugin import RUN  # pytest has to be the first that imports the plug-in
+
+        with suppress(TxnBridgeError), connect(url) as bridge:
+            delete_topics(bridge, f"-{RUN}-")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(output.getvalue())
     return recorder.promises()

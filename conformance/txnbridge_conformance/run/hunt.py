@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import random
@@ -34,9 +33,7 @@ from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import WORKLOADS, Plan
 from txnbridge_conformance.run.processes import Process
-from txnbridge_conformance.run.settling import ALL, Settling, open_on
-
-_log = logging.getLogger("txnbridge")
+from txnbridge_conformance.run.settling import ALL, Settling, delete_topics
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
@@ -110,16 +107,7 @@ class Hunt:
                     bridge.admin.create_topic(topic, self._plan.partitions(topic))
                 yield
             finally:
-                with suppress(TxnBridgeError):
-                    for transaction in open_on(bridge, topics):  # left by killed processes
-                        with suppress(TxnBridgeError):
-                            bridge.admin.abort(transaction, reason="conformance run")
-                with suppress(TxnBridgeError):
-                    for topic in [each.name for each in bridge.admin.topics() if self._plan.prefix in each.name]:
-                        try:
-                            bridge.admin.delete_topic(topic)
-                        except TxnBridgeError as error:
-                            _log.warning("the topic %s is left: %s", topic, error)
+                delete_topics(bridge, self._plan.prefix)
 
     def work(self, bridge: Bridge) -> None:
         """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""

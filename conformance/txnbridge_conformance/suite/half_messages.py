@@ -84,11 +84,12 @@ def test_half_messages_of_a_killed_process_end_as_their_application_says(
 
 @proves(Capability.HALF_MESSAGES)
 def test_an_undecided_half_message_is_asked_about_again(bridge: Bridge, topic: str, group: str) -> None:
-    answers = [UNDECIDED, UNDECIDED, COMMIT]
+    answers = [UNDECIDED, COMMIT]
     with bridge.half_messages(group, execute=undecided, check=lambda *_: answers.pop(0)) as halves:
         with halves.transaction(timeout=programs.SHORT) as txn:
             txn.send(topic, b"1")
-        eventually(lambda: not answers, "it is asked about three times")
+        eventually(lambda: len(answers) < 2, "it is asked about")
+        eventually(lambda: not answers, "it is asked about again")  # brokers wait half a minute by default
     assert txn.outcome is Outcome.UNKNOWN
     eventually(lambda: values(bridge.read(topic, 10)) == [b"1"], "it is published")
 
