@@ -232,12 +232,8 @@ def run(
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
     command += f" --faults {','.join(kinds)}"
-    more = {
-        "workload": ",".join(workloads) * (workloads != BY_DEFAULT),
-        "second": without_secrets(second),
-        "version": version,
-        "through": through,
-    }
+    more = {"workload": ",".join(workloads) * (workloads != BY_DEFAULT), "second": without_secrets(second)}
+    more |= {"version": version or "", "through": through or ""}
     command += "".join(f" --{name} {value}" for name, value in more.items() if value) + " --contract" * contract
     _judge([str(folder)], folder, command, kept, **judging)
 

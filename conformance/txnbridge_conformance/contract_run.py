@@ -7,7 +7,6 @@ import io
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from txnbridge_conformance.run.settling import delete_topics
 _TESTS = "from txnbridge_conformance.suite import *  # noqa: F403\n"
 # The name for tests that prove no single capability: every broker has to pass them.
 _ALWAYS = "every broker"
+# By results of tests: the first one that a promise's tests have had gives its verdict.
+_VERDICTS = {"failed": "broken", "set-up failed": "set-up failed", "passed": "kept", "absent": "declared absent"}
 _REASON_LENGTH = 500  # an assertion about many messages shows all of them
 
 
@@ -64,14 +65,7 @@ class ContractRecorder:
         return [self._promise(name, self.results[name]) for name in names]
 
     def _promise(self, name: str, results: Mapping[str, int]) -> ContractResult:
-        if results.get("failed"):
-            verdict = "broken"
-        elif results.get("set-up failed"):
-            verdict = "set-up failed"
-        elif results.get("passed"):
-            verdict = "kept"
-        else:
-            verdict = "declared absent" if results.get("absent") else "not tested"
+        verdict = next((said for result, said in _VERDICTS.items() if results.get(result)), "not tested")
         return ContractResult(name, verdict, sum(results.values()), tuple(self.failed[name]))
 
 
@@ -90,7 +84,7 @@ def run_contract(url: str, only: str = "") -> list[ContractResult]:
     if recorder.results:
         from txnbridge_conformance.plugin import RUN  # pytest has to be the first that imports the plug-in
 
-        with suppress(TxnBridgeError), connect(url) as bridge:
+        with contextlib.suppress(TxnBridgeError), connect(url) as bridge:
             delete_topics(bridge, f"-{RUN}-")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(output.getvalue())

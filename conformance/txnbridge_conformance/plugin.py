@@ -153,8 +153,7 @@ def bridge(connect: Connect) -> Bridge:
 # --- names that no other test uses ------------------------------------------------------------------------------------
 
 _numbers = itertools.count(1)
-RUN = secrets.token_hex(3)
-"""A part of all names, so that several test runs against one broker use different ones."""
+RUN = secrets.token_hex(3)  # a part of all names, so that several test runs against one broker use different ones
 
 
 @pytest.fixture

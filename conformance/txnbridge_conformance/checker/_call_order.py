@@ -51,21 +51,18 @@ def check_owners(tables: Tables, fate: Numbers, time: RealTime, findings: Findin
         found: dict[int, int] = {}  # by transaction: the opening that fenced its owner
         for other, rivals in others.items():
             starts = [rival.opened_after for rival in rivals]
-            # For each rival: the one that had opened the id first, among this one and those that began it later.
-            firsts = list(itertools.accumulate(reversed(rivals), _first_opened))
+            # For each rival, from the last one on: which had opened the id first, of it and those that began it later.
+            firsts = list(itertools.accumulate(((each.opened_before, each.opening) for each in rivals[::-1]), min))
             for session in sessions:
                 newer = bisect_right(starts, session.opened_before + time.shift[clock, other])
                 for transaction in session.transactions if newer < len(rivals) else ():
-                    first, ending = firsts[-1 - newer], transaction.fields.get("ending", transaction.start)
-                    if first.opened_before + time.shift[other, clock] < ending and _took_effect(transaction, fate):
-                        found.setdefault(transaction.order, first.opening)
+                    opened, opening = firsts[-1 - newer]
+                    ending = transaction.fields.get("ending", transaction.start)
+                    if opened + time.shift[other, clock] < ending and _took_effect(transaction, fate):
+                        found.setdefault(transaction.order, opening)
         for order, opening in found.items():
             text = f"{tables.name(order)} took effect, although a newer owner had opened {owner} before"
             findings.add("zombie-write", text, [order, opening])
-
-
-def _first_opened(one: _Session, other: _Session) -> _Session:
-    return one if one.opened_before < other.opened_before else other
 
 
 def _took_effect(transaction: Operation, fate: Numbers) -> bool:

@@ -133,15 +133,10 @@ class Hunt:
     def _start(self, bridge: Bridge) -> RecordedCall:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
-        about = {
-            "product": f"{bridge.capabilities.broker} {self._plan.version}".strip(),
-            "url": bridge.url,
-            "cluster": bridge.cluster,
-            "host": socket.gethostname(),
-            "begun": datetime.now(UTC).isoformat(" ", "seconds"),
-            "duration": f"{self._plan.seconds:g} s",
-            "txnbridge": txnbridge.__version__,
-        }
+        product = f"{bridge.capabilities.broker} {self._plan.version}".strip()
+        about = {"product": product, "url": bridge.url, "cluster": bridge.cluster, "host": socket.gethostname()}
+        about |= {"begun": datetime.now(UTC).isoformat(" ", "seconds"), "duration": f"{self._plan.seconds:g} s"}
+        about |= {"txnbridge": txnbridge.__version__}
         declared = {"absent": absent, "about": about, "workloads": workloads}
         call = self._recorder.start("declares", **declared, kills=self._clients and not self._plan.raw)
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
@@ -277,9 +272,7 @@ def hunt(
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
         running.work(bridge)
-        for part, what in (
-            (running.settle, "the end of open transactions"),
-            (running.read_back, "the reading of all topics"),
-            (running.read_back_officially, "the reading by the official client"),
-        ):
-            running.within_limit(part, what, _PART_SECONDS + plan.seconds)
+        seconds = _PART_SECONDS + plan.seconds
+        running.within_limit(running.settle, "the end of open transactions", seconds)
+        running.within_limit(running.read_back, "the reading of all topics", seconds)
+        running.within_limit(running.read_back_officially, "the reading by the official client", seconds)

@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from txnbridge import (
-    Bridge,
-    Capability,
-    Decision,
-    HalfTransaction,
-    Message,
-    Outcome,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, Outcome, errors
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_conformance.plugin import NewTopic, RunChild, proves
@@ -103,7 +94,7 @@ def test_of_two_answers_to_a_half_message_the_first_counts(bridge: Bridge, topic
 
     with bridge.resolver(group, check=lambda *_: ABORT) as resolver:
         with bridge.half_messages(group, execute=wait_for_other, check=undecided) as halves:
-            with pytest.raises(TransactionAborted), halves.transaction(timeout=programs.SHORT) as txn:
+            with pytest.raises(errors.TransactionAborted), halves.transaction(timeout=programs.SHORT) as txn:
                 txn.send(topic, b"never")
     assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == []
@@ -118,7 +109,7 @@ def test_no_work_is_done_for_half_messages_that_cannot_be_stored(bridge: Bridge,
         return COMMIT
 
     with bridge.half_messages(group, execute=execute, check=undecided) as halves:
-        with pytest.raises(TxnBridgeError), halves.transaction() as txn:
+        with pytest.raises(errors.TxnBridgeError), halves.transaction() as txn:
             txn.send(topic, b"never")
             txn.send(topic, b"never", partition=99)
     assert (done, txn.outcome) == ([], Outcome.ABORTED)
