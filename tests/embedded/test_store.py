@@ -1,17 +1,20 @@
 """One file and many who want to write it: turns, waiting, and the log that must not grow for ever."""
 
 import fcntl
+import multiprocessing
 import os
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 
+from tests.core.test_fork import in_child
 from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, values
 from tests.in_time import takes
-from txnbridge.errors import DeadlineExceeded, TransactionTimedOut
+from txnbridge.errors import DeadlineExceeded, InvalidState, TransactionTimedOut
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -203,3 +206,27 @@ def test_durability_decides_whether_the_disk_is_waited_for(opened, durability, s
     connection = broker.store.connect()
     assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
     connection.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
+def test_what_a_forked_child_commits_stays_when_its_parent_closes_the_file(broker, opened, path):
+    def child():
+        writer = open_writer(opened())
+        there.send("open")
+        assert there.recv() == "closed"
+        commit(writer, "orders", b"1")
+
+    def open_refused():
+        with pytest.raises(InvalidState, match="spawn"):
+            opened()
+
+    with closing(broker.store.connect()) as connection, broker.store.reading(connection, Deadline(10)):
+        assert in_child(open_refused) == 0  # SQLite's locks and mutexes of a connection in use are beyond repair
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert here.recv() == "open"
+    broker.close(Deadline(10))
+    here.send("closed")
+    process.join()
+    assert (process.exitcode, values(opened(), "orders")) == (0, [b"1"])

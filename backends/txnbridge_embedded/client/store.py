@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from txnbridge import errors
 from txnbridge.spi import Deadline, Emitter, FairSemaphore
@@ -56,10 +58,12 @@ class FileConnection(sqlite3.Connection):
 
     queue_lock = -1  # a descriptor of the queue's lock file, for flock
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
+        self._path = path
         self._guard = threading.Lock()  # guards the two flags
         self._used = self._closing = False
-        super().__init__(*given, **options)
+        super().__init__(path, **options)
+        _connections.add(self)
 
     def enter(self) -> None:
         """Mark the connection as in use. Raise `InvalidState` if it was closed."""
@@ -75,6 +79,15 @@ class FileConnection(sqlite3.Connection):
             if self._closing:
                 self._close_now()
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Mark the connection as in use during the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
     def close(self) -> None:
         with self._guard:
             self._closing = True
@@ -86,6 +99,36 @@ class FileConnection(sqlite3.Connection):
         if queue_lock >= 0:
             os.close(queue_lock)
         super().close()
+
+    def keep_as_parents(self) -> None:
+        """In the child of a fork, keep the connection from being freed, also at the interpreter's exit."""
+        self._used |= self._guard.locked()
+        self._guard = threading.Lock()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        _parents.append(self)
+
+    def close_parents(self, path: Path) -> None:
+        """Close this connection of the parent process to a file. Raise `InvalidState` if it was in use at the fork."""
+        if self._path == path and self._used:
+            text = f"this process was forked during a call on {path}, so that SQLite cannot open it here: fork while no"
+            raise errors.InvalidState(f"{text} bridge to it is in use, or better none is open, or spawn the process")
+        if self._path == path:
+            self.close()
+            with suppress(ValueError):  # another thread has closed it
+                _parents.remove(self)
+
+
+_connections: WeakSet[FileConnection] = WeakSet()  # of this process
+_parents: list[FileConnection] = []  # those of them that this process has by a fork
+
+
+def _after_fork() -> None:
+    _parents.clear()
+    for connection in list(_connections):
+        connection.keep_as_parents()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -191,6 +234,10 @@ class Store:
         return connection
 
     def _connect(self) -> FileConnection:
+        # SQLite notes which locks its process has on a file, but a fork copies these notes without the locks. Beside a
+        # parent's connection, a new one would have none, and the last other process that closes would delete its log.
+        for inherited in list(_parents):
+            inherited.close_parents(self.path)
         try:
             return sqlite3.connect(
                 self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=FileConnection
@@ -344,15 +391,10 @@ class Store:
         if keeper is None:  # another thread has closed the store meanwhile
             return
         try:
-            keeper.enter()
-        except errors.InvalidState:
-            return
-        try:
-            keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            with suppress(errors.InvalidState), keeper.in_use():
+                keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:  # such as a full disk: the data stay in the log, and the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
-        finally:
-            keeper.leave()
 
     # --- topics ----------------------------------------------------------------------------------------------------
 

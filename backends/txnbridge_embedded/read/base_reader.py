@@ -160,10 +160,11 @@ class PollingReader(Reader):
         into: list[Found] = []
         room = POLL_BYTES
         try:
-            for cursor in self._rotated(self._cursors.values()):
-                while limit > 0 and room > 0 and cursor.ready:
-                    count, size = cursor.take(self._connection, limit, room, convert, into)
-                    limit, room = limit - count, room - size
+            with self._connection.in_use():
+                for cursor in self._rotated(self._cursors.values()):
+                    while limit > 0 and room > 0 and cursor.ready:
+                        count, size = cursor.take(self._connection, limit, room, convert, into)
+                        limit, room = limit - count, room - size
         except (errors.PositionLost, errors.StorageFailed, sqlite3.Error) as error:
             # Messages that were read before are returned first. The next poll raises the error again.
             if not into:
