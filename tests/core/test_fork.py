@@ -1,8 +1,10 @@
 """After a fork nothing of the parent's can be used in the child, and the parent goes on."""
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -11,9 +13,12 @@ import pytest
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBroker, connect_toy
 from tests.in_time import Hold
-from txnbridge import Decision, InvalidState, Outcome, connect, spanning
+from txnbridge import Decision, InvalidState, JsonLinesRecorder, Outcome, _metrics, connect, spanning
+from txnbridge._base.events import Emitter
 from txnbridge._base.plugins import plugins
+from txnbridge._base.service_stop import Shutdown
 from txnbridge._decisions.decisions import Decisions
+from txnbridge._metrics import BrokerWatch, Metrics
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*fork.*:DeprecationWarning"
@@ -40,14 +45,17 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest
         txn = bridge.transaction()
         monkeypatch.setattr(ToyBroker, "admin", Mock())
         admin = bridge.admin
+        watch = BrokerWatch(bridge, 1)  # as every service
 
         def check() -> None:
+            signal.alarm(20)  # kills the child if it hangs
             calls: list[Callable[[], object]] = [
                 bridge.transaction,
                 lambda: bridge.status("txb1.x"),
                 lambda: bridge.admin,
                 lambda: admin.commit("billing/1"),
                 consumer.poll,
+                watch.run,
                 lambda: txn.send("t", b"1"),
                 txn.commit,
                 txn.abort,
@@ -86,6 +94,32 @@ def test_the_child_opens_a_bridge_although_a_thread_of_the_parent_was_loading_pl
     finally:
         forked.set()
         thread.join()
+
+
+def test_a_listener_works_in_the_child_although_a_thread_of_the_parent_was_inside_it(tmp_path, monkeypatch):
+    def check() -> None:
+        monkeypatch.undo()
+        signal.alarm(20)  # kills the child if it hangs
+        emitter.emit("half.store", "after")
+
+    recorder = JsonLinesRecorder(tmp_path / "events")
+    for inside, name, listener in (recorder, "_file", recorder), (_metrics, "_family", Metrics().txnbridge_event):
+        emitter, hold = Emitter("b-1", [listener]), Hold()
+        monkeypatch.setattr(inside, name, Mock(write=hold, side_effect=hold))
+        with hold.asked_by(lambda emitter=emitter: emitter.emit("half.store", "after")):
+            assert in_child(check) == 0
+    monkeypatch.undo()
+    recorder.close()
+
+
+def test_a_signal_ends_a_child_that_a_service_with_handlers_has_forked():
+    with Shutdown(60, "test", lambda _: None, lambda: None).by_signals():
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(20)
+        process.kill()
+    assert process.exitcode == -signal.SIGTERM
 
 
 def test_the_child_opens_bridges_and_spans_of_its_own_although_a_thread_of_the_parent_was_opening_some(
