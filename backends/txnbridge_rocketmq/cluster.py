@@ -11,15 +11,17 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from txnbridge import errors
 from txnbridge.spi import Context, Deadline, Ledger
+from txnbridge_rocketmq.client import routes
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.retry import retry
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
 from txnbridge_rocketmq.settings import RocketMQSettings
@@ -100,11 +102,12 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
             f"a broker or a proxy answers at {', '.join(settings.name_servers)}, and not a name server. Put the"
             " addresses of the name servers into the URL, and let this host reach the brokers themselves"
         ) from error.__cause__
-    identity = _identity_on_brokers(settings, client, deadline)
+    identity = _identity_among(all_topics(client, deadline), settings)
+    identity = identity or _identity_among(_topics_everywhere(settings, client, deadline), settings)
     if identity is None:
         identity = _identity_in_log(settings, client, brokers[0], deadline)
         _store_on(identity, settings, client, identity.home, deadline)
-        if _identity_on_brokers(settings, client, deadline) != identity:
+        if _identity_among(all_topics(client, deadline), settings) != identity:
             raise errors.BrokerUnavailable(
                 "this cluster got its id a moment ago, and not every broker has it yet; try again"
             )
@@ -133,17 +136,25 @@ def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadl
     while not (names := BrokerConfigs(client).names(deadline)):
         if deadline.left() <= _BROKER_LIST_PAUSE_SECONDS:
             servers = ", ".join(settings.name_servers)
-            raise errors.BrokerUnavailable(
-                f"the name server {servers} knew no running broker for {deadline.seconds:g} s"
-            )
+            raise errors.BrokerUnavailable(f"name server {servers} knew no running broker for {deadline.seconds:g} s")
         time.sleep(_BROKER_LIST_PAUSE_SECONDS)
     return names
 
 
-def _identity_on_brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId | None:
-    """Return the identity in the names of empty topics on the brokers that are up; None if no broker has one."""
+def _topics_everywhere(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> list[str]:
+    """Return the topics that any name server knows: one that was just started may know only a new broker."""
+
+    def ask(address: str) -> list[str]:
+        action = f"asking name server {address} whether this cluster has an id"
+        return retry(lambda: client.call_address(address, routes.topics(), deadline.left()), action, deadline)
+
+    return [topic for address in settings.name_servers for topic in ask(address)]
+
+
+def _identity_among(topics: Sequence[str], settings: RocketMQSettings) -> ClusterId | None:
+    """Return the identity in the names of empty topics; None if `topics` has none."""
     begin = f"{settings.cluster_topic}-"
-    suffixes = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
+    suffixes = [name.removeprefix(begin) for name in topics if name.startswith(begin)]
     names = {ClusterId(match[1], decoded(match[2])) for text in suffixes if (match := _IDENTITY_SUFFIX.fullmatch(text))}
     if len(names) > 1:
         raise errors.StorageFailed(
@@ -197,7 +208,7 @@ def _store_on(
 ) -> None:
     topic = topic_name(f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}")
     create_topic_on(client, broker, topic, 1, "NORMAL", deadline)
-    while (route := route_of(client, topic, deadline)) is None or broker not in route.masters:
+    while (route := route_of(client, topic, deadline)) is None or Queue(topic, broker, 0) not in route.readable:
         deadline.check(f"waiting until the name server knows topic {topic!r} on broker {broker}")
 
 
@@ -205,9 +216,10 @@ def _store_on_all(
     identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
     """Store the identity on all brokers that are up. On other brokers, a bridge that connects later stores it."""
-    route = route_of(client, f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}", deadline)
+    topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
+    route = route_of(client, topic, deadline)
     for broker in brokers:
-        if route is None or broker not in route.masters:
+        if route is None or Queue(topic, broker, 0) not in route.readable:
             try:
                 _store_on(identity, settings, client, broker, deadline)
             except errors.TxnBridgeError as error:

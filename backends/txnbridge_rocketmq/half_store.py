@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
-from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, HalfStore, Identity, LedgerClaim, Outcome, Token
+from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, HalfStore, Identity, Outcome, Token
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, PendingHalf, list_open, resume_check_backs
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import Property
@@ -193,22 +193,15 @@ class RocketMQHalfStore(HalfStore):
         prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin.log, deadline)
         if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, half_buffer.halves_as_json([]), deadline, log=origin.log)
-        if self._is_over(transaction, claim, prepared, deadline):
+        settled = claim is not None and claim.decision is Decision.ABORT
+        if prepared is not None and not settled:
+            self._ender.require_brokers(prepared.topics, deadline)
+            if claim is not None or prepared.whole:
+                settled = not self._ender.missing(transaction, prepared.topics, deadline)
+        if settled:
             self._ender.drop([(check.broker or self._cluster.topics.home, check.half) for check in checks], deadline)
             return None
         return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
-
-    def _is_over(
-        self, transaction: str, claim: LedgerClaim | None, prepared: PrepareRecord | None, deadline: Deadline
-    ) -> bool:
-        """Return whether a transaction is aborted by its `claim`, or all of its messages are published."""
-        if claim is not None:
-            if claim.decision is Decision.ABORT:
-                return True
-            return not self._ender.missing(transaction, half_buffer.halves_from_json(claim.data), deadline)
-        if prepared is None or not prepared.whole:
-            return False
-        return not self._ender.missing(transaction, prepared.topics, deadline)
 
     def _as_half(
         self,
@@ -239,9 +232,7 @@ class RocketMQHalfStore(HalfStore):
             return None
         ledger = self._cluster.ledger(parked.name, origin.log)
         prepared = prepared_by(half.record, half.broker) or prepare_record(ledger, parked.name, origin.log, deadline)
-        if prepared is None:
-            return None
-        return self._as_half(group, parked.name, half.record, origin, prepared, deadline)
+        return None if prepared is None else self._as_half(group, parked.name, half.record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
         """Yield the half messages of a group, of all applications, for which the broker stopped its check-backs."""

@@ -34,6 +34,7 @@ from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.outcome.proof import ProofRecord
 from txnbridge_pulsar.read import partition as partition_module
+from txnbridge_pulsar.read import reader as reader_module
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import FailoverMode, SharedMode, mode_of
@@ -996,7 +997,9 @@ def member_of(
         member.leave()
 
 
-def test_a_partition_whose_broker_stays_away_does_not_keep_another_one_from_coming_back() -> None:
+@pytest.mark.parametrize("seconds", [0.5, 3])
+def test_a_partition_whose_broker_stays_away_does_not_keep_another_one_from_coming_back(monkeypatch, seconds) -> None:
+    monkeypatch.setattr(reader_module, "_REOPEN_SECONDS", seconds)
     broken: set[int] = set()
     with member_of([2], broken, None) as (member, _, made):
         partitions = member.reader._partitions

@@ -276,7 +276,7 @@ class _Brokers:
     def names(self, deadline: Deadline) -> list[str]:
         return [HOME]
 
-    def config(self, name: str, deadline: Deadline) -> BrokerConfig:
+    def config(self, name: str, deadline: Deadline, fresh: bool = False) -> BrokerConfig:
         return BrokerConfig(name, self.broker.told)
 
 

@@ -248,11 +248,11 @@ def test_the_error_of_a_group_without_members_is_an_empty_list_and_others_are_ra
         request_.result(RemotingCommand(1, remark="disk on fire"))
 
 
-def test_a_route_lists_queues_by_permission_and_masters():
+def test_a_route_lists_queues_by_permission_and_masters_that_do_not_only_act_as_such():
     told = {
         "brokerDatas": [
             {"brokerName": "b", "cluster": "c", "brokerAddrs": {"0": "h:2", "1": "h:3"}},
-            {"brokerName": "a", "cluster": "c", "brokerAddrs": {"1": "h:1"}},
+            {"brokerName": "a", "cluster": "c", "brokerAddrs": {"0": "h:1"}, "enableActingMaster": True},
         ],
         "queueDatas": [
             {"brokerName": "b", "perm": 6, "readQueueNums": 2, "writeQueueNums": 1},

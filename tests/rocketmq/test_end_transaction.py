@@ -95,8 +95,7 @@ def test_each_message_is_published_once_and_in_order(owner, broker):
     send(writer, "b", *VALUES)
     assert broker.published == []
     writer.commit(Deadline(60))
-    assert broker.seen("a") == broker.seen("b") == VALUES
-    assert not broker.open
+    assert broker.seen("a") == broker.seen("b") == VALUES and not broker.open
 
 
 @pytest.mark.parametrize(
@@ -108,6 +107,25 @@ def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, 
     once(broker, RequestCode.END_TRANSACTION, fault, nth)
     writer.commit(Deadline(60))
     assert broker.seen("a") == VALUES
+
+
+def test_an_end_that_a_paused_broker_carries_out_later_is_not_sent_again_by_the_next_call(owner, broker):
+    writer, brokers, late = stored(owner), owner.cluster.brokers, list[Any]()
+    config = brokers.config
+
+    def lose(request: Any) -> str | None:
+        if is_end := request.code == RequestCode.END_TRANSACTION:
+            late.append(request)
+        return "lose request" if is_end else None
+
+    broker.fault = lose
+    brokers.config = lambda name, deadline, fresh=False: refuse(b"", deadline) if fresh else config(name, deadline)
+    with pytest.raises(errors.OutcomeUnknown):
+        writer.commit(Deadline(60))
+    broker.fault = lambda request: None
+    brokers.config = lambda name, deadline, fresh=False: fresh and broker.answer(late.pop()) and config(name, deadline)
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    assert broker.seen("a") == VALUES and not late
 
 
 REFUSALS = ResponseCode.NO_PERMISSION, ResponseCode.MESSAGE_ILLEGAL, ResponseCode.FLUSH_DISK_TIMEOUT
@@ -141,8 +159,7 @@ def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_ask
     writer.abort(Deadline(60))
     assert bool(broker.open) is (fault != "lose answer")
     other.checks.answer(broker.ask())  # long before the deadline
-    assert not broker.open
-    assert broker.published == []
+    assert broker.published == [] and not broker.open
 
 
 def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(owner, other, broker, log):
@@ -177,8 +194,7 @@ def test_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, 
     writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     send(writer, "a", b"next")
     writer.commit(Deadline(60))
-    assert broker.seen("a") == [*(VALUES if stands else []), b"next"]
-    assert not broker.open
+    assert broker.seen("a") == [*(VALUES if stands else []), b"next"] and not broker.open
 
 
 @pytest.mark.parametrize(
@@ -202,10 +218,8 @@ def test_a_transaction_that_would_be_discarded_before_a_check_is_refused(owner, 
 
 
 def test_a_busy_broker_is_asked_again(owner, broker):
-    writer = owner.begin()
     once(broker, RequestCode.SEND_MESSAGE_V2, int(ResponseCode.SYSTEM_BUSY), 2)
-    send(writer, "a", *VALUES)
-    writer.commit(Deadline(60))
+    written(owner).commit(Deadline(60))
     assert sorted(broker.seen("a")) == VALUES
 
 
@@ -216,8 +230,7 @@ def test_check_backs_get_no_answer_while_the_transaction_is_undecided(owner, oth
     assert len(broker.open) == len(VALUES)
     broker.late = True  # the writer's addresses are of old copies now
     writer.commit(Deadline(60))
-    assert broker.seen("a") == VALUES
-    assert not broker.open
+    assert broker.seen("a") == VALUES and not broker.open
 
 
 def test_one_look_at_the_log_answers_all_check_backs_of_a_transaction(owner, other, broker, log, monkeypatch):
@@ -353,20 +366,16 @@ def test_all_halves_of_another_client_with_one_unique_key_are_aborted_by_hand(ot
 
 
 def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
-    writer = written(owner)
-    writer.commit(Deadline(60))
+    written(owner).commit(Deadline(60))
     stray = broker.halves[0]
-    properties = {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}
-    broker.keep("a", 0, properties, b"stray")
+    broker.keep("a", 0, {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}, b"stray")
     answer_all(other, broker)
     assert broker.seen("a") == VALUES
 
 
 def test_a_new_owner_first_publishes_the_messages_that_its_dead_predecessor_decided(owner, broker, log):
     broker.told["transactionTimeOut"] = "1"
-    first = owner.begin(1)
-    send(first, "a", b"first")
-    first.commit(Deadline(60))
+    written(owner, b"first", number=1).commit(Deadline(60))
     writer = stored(owner, number=2)
 
     def die(request):
@@ -390,8 +399,7 @@ def token_of(process: Process, number: int, writer: Any) -> Token:
 
 
 def prepared(process: Process, number: int = 1, hold: float = 60, messages: int = 3) -> Token:
-    writer = process.begin(number, hold=hold)
-    send(writer, "a", *(b"%d" % (10 * number + n) for n in range(messages)))
+    writer = written(process, *(b"%d" % (10 * number + n) for n in range(messages)), number=number, hold=hold)
     writer.prepare(Deadline(60))
     return token_of(process, number, writer)
 
@@ -406,8 +414,7 @@ def test_a_token_commits_the_newest_copies_once(owner, other, broker):
     broker.ask(), broker.ask()
     broker.late = True
     assert [finish(other, token), finish(owner, token), finish(other, token, Decision.ABORT)] == [Outcome.COMMITTED] * 3
-    assert broker.seen("a") == [b"10", b"11", b"12"]
-    assert not broker.open
+    assert broker.seen("a") == [b"10", b"11", b"12"] and not broker.open
 
 
 def test_a_token_commits_a_part_of_a_span_with_a_database(owner, other, broker, tmp_path):
@@ -457,21 +464,14 @@ def test_one_of_two_publishers_of_a_transaction_waits_for_the_other(owner, other
         assert waiting.result(60) is Outcome.COMMITTED
 
 
-def test_an_owner_looks_up_no_message_that_it_has_published_when_the_broker_asks(owner, broker):
-    writer = stored(owner)
+def test_an_owner_looks_up_what_it_has_published_only_if_the_broker_asks_much_later(owner, broker, monkeypatch):
+    writer, asked = stored(owner), list[int]()
     checks = broker.ask()
     writer.commit(Deadline(5))
-    asked: list[int] = []
     broker.fault = lambda request: asked.append(request.code)
     owner.checks.answer(checks)
     assert asked == [RequestCode.END_TRANSACTION] * len(VALUES)
     assert broker.seen("a") == VALUES and not broker.open
-
-
-def test_a_message_that_a_broker_has_lost_is_published_again_when_it_asks(owner, broker, monkeypatch):
-    writer = stored(owner)
-    checks = broker.ask()
-    writer.commit(Deadline(5))
     broker.published.clear()  # as after a power failure, which needs some time
     monkeypatch.setattr(end_transaction, "_SETTLED_SECONDS", 0.0)
     owner.checks.answer(checks)
@@ -530,9 +530,8 @@ def test_a_slow_broker_needs_hardly_more_look_ups_than_a_fast_one(owner, broker,
 
 
 def test_a_topic_whose_messages_cannot_be_published_keeps_no_others_from_it(owner, broker, log):
-    writer = owner.begin(1, hold=60)
-    for topic in ("a", "b"):
-        send(writer, topic, *VALUES)
+    writer = written(owner, number=1, hold=60)
+    send(writer, "b", *VALUES)
     writer.prepare(Deadline(60))
 
     def refuse_b(request: RpcRequest[Any]) -> int | None:
@@ -619,17 +618,13 @@ def test_a_prepared_transaction_of_acknowledgements_alone_is_listed_and_its_toke
     assert (found.transaction, found.state, found.transactional_id) == ("billing/x/1", "prepared", "billing")
     assert (found.groups, found.expires_at) == (("readers",), writer.evidence().expires_at)
     assert admin.transactions(Deadline(60), "bill") == [found] and admin.transactions(Deadline(60), "o") == []
+    with monkeypatch.context() as trimmed:  # a log without its evidence keeps no other transactions from being listed
+        trimmed.setattr(LogLedger, "holds", raising(errors.EvidenceLost("the log was trimmed")))
+        assert admin.transactions(Deadline(60)) == []
     with pytest.raises(errors.NotFound, match="token"):
         admin.end(found.transaction, Decision.ABORT, Deadline(60))
     assert found.token is not None and finish(other, found.token, Decision.ABORT) is Outcome.ABORTED
     assert admin.transactions(Deadline(60)) == []
-
-
-def test_a_log_that_has_lost_its_evidence_keeps_no_transactions_from_being_listed(owner, monkeypatch):
-    monkeypatch.setattr(open_halves, "list_open", lambda *_: [])
-    monkeypatch.setattr(LogLedger, "holds", raising(errors.EvidenceLost("the log was trimmed")))
-    owner.cluster.topics.names = [owner.cluster.settings.log_topic("tests")]
-    assert RocketMQAdmin(owner.ender).transactions(Deadline(60)) == []
 
 
 def test_a_token_past_its_hold_only_aborts(owner, other, broker):
@@ -638,8 +633,7 @@ def test_a_token_past_its_hold_only_aborts(owner, other, broker):
         clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
         assert finish(other, token) is Outcome.ABORTED
     assert finish(other, token) is Outcome.ABORTED
-    assert broker.published == []
-    assert not broker.open
+    assert broker.published == [] and not broker.open
 
 
 def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker):
@@ -673,9 +667,8 @@ def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good
 def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(owner, broker):
     lost = iter(["lose request"])
     broker.fault = lambda request: next(lost, 0) if request.code == RequestCode.END_TRANSACTION else None
-    writer = written(owner)
     with pytest.raises(errors.OutcomeUnknown, match="proxy"):
-        writer.commit(Deadline(60))
+        written(owner).commit(Deadline(60))
 
 
 def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, other, broker):
@@ -720,8 +713,7 @@ def test_a_broker_that_was_seen_to_publish_or_keeps_no_index_is_not_looked_at(ow
     broker.told["messageIndexEnable"] = index
     counts = []
     for number in range(3):
-        writer = owner.begin(number)
-        send(writer, "a", *VALUES)
+        writer = written(owner, number=number)
         asked: list[int] = []
         broker.fault = lambda request, asked=asked: asked.append(request.code)
         writer.commit(Deadline(60))
@@ -732,9 +724,7 @@ def test_a_broker_that_was_seen_to_publish_or_keeps_no_index_is_not_looked_at(ow
 def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, caplog):
     always(broker, RequestCode.QUERY_MESSAGE, int(ResponseCode.NO_PERMISSION))
     for number in range(2):
-        writer = owner.begin(number)
-        send(writer, "a", *VALUES)
-        writer.commit(Deadline(60))
+        written(owner, number=number).commit(Deadline(60))
     assert broker.seen("a") == VALUES * 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -787,23 +777,30 @@ class Asker(RocketMQHalfStore):
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
 
-def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owner, other, broker, log):
-    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
-    store.put(half(1, 60), Deadline(60))
+def test_half_messages_without_evidence_or_answers_leave_time_for_the_others(owner, broker, log):
+    asker = Asker(Process(broker, log, "other", resolver_timeout=1.0), broker)
+    RocketMQHalfStore(owner.ender).put(half(1, 60), Deadline(60))
     log.trim((log.next,))  # by age, while no process ran
     later = RocketMQHalfStore(Process(broker, log, "later").ender)
-    later.put(half(2, 60), Deadline(60))
-    assert asker.ask() == [half(2, 60).transaction]
-
-
-def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, broker, log):
-    other = Process(broker, log, "other", resolver_timeout=1.0)
-    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
-    for number in (1, 2, 3):
-        store.put(half(number, 60), Deadline(60))
-    silent = {each.key for each in broker.halves if each.body == b"1"}
+    for number in (2, 3, 4):
+        later.put(half(number, 60), Deadline(60))
+    silent = {each.key for each in broker.halves if each.body == b"2"}
     broker.fault = lambda request: "lose answer" if request.fields.get("key") in silent else None
-    assert asker.ask() == [half(2, 60).transaction, half(3, 60).transaction]
+    assert asker.ask() == [half(3, 60).transaction, half(4, 60).transaction]
+
+
+def test_a_broker_that_is_down_is_not_looked_up_while_other_check_backs_wait(owner, other, broker):
+    asker, brokers = Asker(other, broker), other.cluster.brokers
+    RocketMQHalfStore(owner.ender).put(half(1, 60), Deadline(60))
+    decide(stored(owner))
+    brokers.names, broker.fault = lambda deadline: [], raising(Killed)
+    other.checks.answer(broker.ask())
+    assert asker.ask() == []
+    del brokers.names
+    broker.fault = lambda request: None
+    other.checks.answer(broker.ask())
+    assert broker.seen("a") == VALUES
+    assert asker.ask() == [half(1, 60).transaction]
 
 
 def test_only_the_broker_keeps_the_bodies_of_half_messages_that_wait_for_their_check_back(owner, other, broker):
@@ -849,17 +846,6 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, br
     assert broker.seen("a") == [b"1", b"1"]
 
 
-def test_check_is_not_asked_about_a_half_message_published_without_a_decision(owner, other, broker, log):
-    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
-    put, before = store.put(half(1, 100), Deadline(60)), log.next
-    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
-    assert log.next == before
-    broker.open.add(0)  # as after a kill of the broker, which had not noted the end yet
-    assert asker.ask() == []
-    assert not broker.open
-    assert broker.seen("a") == [b"1"]
-
-
 @pytest.mark.parametrize("fault", ["lose request", "lose answer"])
 def test_a_half_message_whose_end_is_lost_is_published_once(owner, broker, fault):
     store = RocketMQHalfStore(owner.ender)
@@ -869,14 +855,18 @@ def test_a_half_message_whose_end_is_lost_is_published_once(owner, broker, fault
     assert broker.seen("a") == [b"1"]
 
 
-def test_an_abort_answered_to_a_check_back_drops_no_published_message(owner, other, broker, log):
+def test_a_half_message_published_without_a_decision_is_not_dropped_by_an_abort_nor_asked_about(
+    owner, other, broker, log
+):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
-    put = store.put(half(1, 100), Deadline(60))
+    put, before = store.put(half(1, 100), Deadline(60)), log.next
     asker.note()
     (asked,) = asker.checks("shop", 4, Deadline(60))
     assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
     assert asker.end(asked, Decision.ABORT, Deadline(60)) is Outcome.COMMITTED
-    assert broker.seen("a") == [b"1"]
+    assert log.next == before and broker.open
+    assert asker.ask() == []
+    assert broker.seen("a") == [b"1"] and not broker.open
 
 
 def test_the_index_is_not_waited_for_if_nobody_can_have_published_an_old_half_message_since(owner, broker, log):
@@ -950,13 +940,11 @@ def live(process: Process, broker: HalfBroker, number: int, tokens: list[Token],
         elif act == "end" and tokens:
             finish(process, chance.choice(tokens), chance.choice([Decision.COMMIT, Decision.ABORT]))
         elif act == "prepare":
-            writer = process.begin(number, hold=0.05)
-            send(writer, "a", *values)
+            writer = written(process, *values, number=number, hold=0.05)
             writer.prepare(Deadline(0.3))
             tokens.append(token_of(process, number, writer))
         else:
-            writer = process.begin(number, timeout=0.1)
-            send(writer, "a", *values)
+            writer = written(process, *values, number=number, timeout=0.1)
             writer.commit(Deadline(0.3)) if act == "commit" else writer.abort(Deadline(0.3))
     except errors.TxnBridgeError:
         pass

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +18,7 @@ from txnbridge_rocketmq.client.protocol.codes import RequestCode
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.client.routes import TopicRoute
+from txnbridge_rocketmq.cluster import ClusterId, identify_cluster
 from txnbridge_rocketmq.read import rebalance
 from txnbridge_rocketmq.topics import RocketMQTopics
 
@@ -96,6 +97,18 @@ def test_a_broker_that_was_not_known_when_the_bridge_was_opened_may_have_a_topic
     client.ask_name_server, client.call = lambda *_: [settings.broker_topic(AWAY)], lambda *_: None
     with pytest.raises(BrokerUnavailable, match=f"broker {AWAY}, which may have the topic"):
         RocketMQTopics(settings, client, HERE).create("orders", 1, Deadline(0.5))
+
+
+@pytest.mark.offline
+def test_a_name_server_that_knows_only_a_new_broker_gives_no_second_id() -> None:
+    client: Any = Mock(brokers=lambda _: {HERE: "h:1"}, ask_name_server=lambda *_: [])
+    client.route = lambda topic, *_, **__: TopicRoute(topic, (Queue(topic, HERE, 0),), (), {})
+    settings = replace(settings_for("rocketmq://new:1"), name_servers=("new:1", "old:1"))
+    client.call_address.side_effect = [[], Unreachable("down"), [f"_txnbridge-cluster-{'0' * 32}-{AWAY}"]]
+    assert identify_cluster(settings, client, Deadline(LONG)) == ClusterId("0" * 32, AWAY)
+    client.call_address.side_effect = Unreachable("down")
+    with pytest.raises(BrokerUnavailable, match="name server new:1 whether this cluster has an id"):
+        identify_cluster(settings, client, Deadline(0.1))
 
 
 @pytest.mark.offline

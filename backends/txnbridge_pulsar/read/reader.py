@@ -405,7 +405,7 @@ class PulsarReader(Reader):
 
     def _check_subscription(self, key: Partition, concrete: str, deadline: Deadline) -> None:
         """Raise `PositionLost` if the group's subscription is gone, or `NotFound` if it went because its topic does."""
-        sure = Deadline(min(_DELETION_SECONDS, deadline.left() - 1))
+        sure = Deadline(min(_DELETION_SECONDS, max(deadline.left() - 1, 0)))
         while True:
             try:
                 return self._registry.check(concrete, deadline)

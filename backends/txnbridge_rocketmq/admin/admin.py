@@ -75,12 +75,9 @@ class RocketMQAdmin(Admin):
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         names, users = self._topics.all(deadline), set(self.topic_names(deadline))
         kept = self._cluster.brokers.config(self._topics.home, deadline).retention
-        infos = []
-        for name in names:
-            route = route_of(self._cluster.client, name, deadline)
-            if route is not None:  # the topic may have been deleted meanwhile
-                infos.append(TopicInfo(name, len(route.readable), name not in users, kept))
-        return infos
+        found = ((name, route_of(self._cluster.client, name, deadline)) for name in names)
+        # A topic without a route was deleted meanwhile.
+        return [TopicInfo(name, len(route.readable), name not in users, kept) for name, route in found if route]
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         for listed in open_halves.list_open(self._cluster, deadline):
@@ -107,8 +104,7 @@ class RocketMQAdmin(Admin):
             retry_call(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), action, deadline)
             for bound in (read_requests.min_offset, read_requests.max_offset)
         )
-        first = max(0, first)
-        return (first,), (max(first, end),)
+        return (max(0, first),), (max(0, first, end),)
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         """Return the open transactions whose transactional id begins with `owners`, also those with discarded halves.

@@ -70,7 +70,10 @@ def _route(topic: str, told: dict[str, Any]) -> TopicRoute:
         ):
             if int(data["perm"]) & permission:
                 queues += [Queue(topic, str(data["brokerName"]), number) for number in range(_number(count))]
-    return TopicRoute(topic, tuple(readable), tuple(writable), _masters(told.get("brokerDatas") or []))
+    # A replica that acts for a master may lack messages, and none of its queues are writable.
+    written, brokers = {queue.broker for queue in writable}, told.get("brokerDatas") or []
+    masters = _masters(each for each in brokers if each["brokerName"] in written or not each.get("enableActingMaster"))
+    return TopicRoute(topic, tuple(readable), tuple(writable), masters)
 
 
 def _masters(brokers: Any) -> dict[str, str]:

@@ -119,6 +119,7 @@ class CheckBackHandler:
             return True
         if not any(_is_decided_half(topics, half) for _, half in halves):
             return True
+        self._ender.require_brokers(topics, deadline)
         with self._ender.exclusively(transaction, deadline) as holder:
             if holder is not LockHolder.CALLER:
                 return False

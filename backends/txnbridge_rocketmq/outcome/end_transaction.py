@@ -96,10 +96,16 @@ class HalfEnder:
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
     _believed_brokers: set[str] = field(default_factory=set)  # this user may not look up what they publish
     _settled: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _doubtful: dict[str, set[str]] = field(default_factory=dict)  # by transaction: brokers that did not answer a commit
 
     @property
     def _timing(self) -> RocketMQTiming:
         return self.cluster.settings.timing
+
+    def require_brokers(self, topics: Sequence[HalfCount], deadline: Deadline) -> None:
+        """Raise `BrokerUnavailable` if a broker of these topics is down, so that other transactions need not wait."""
+        if away := {each.broker for each in topics}.difference(self.cluster.brokers.names(deadline)):
+            raise BrokerUnavailable(f"the name server knows no master of broker {', '.join(sorted(away))}")
 
     # --- settled transactions -----------------------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ class HalfEnder:
         sequences = [EndSequence(queue, deque(addresses)) for queue, addresses in halves]
         try:
             self._commit_halves(sequences, False, deadline)
-            self._wait_until_expired(sequences, deadline)
+            self._wait_until_expired(transaction, sequences, deadline)
             if any(sequence.stopped for sequence in sequences):
                 return False
             self._confirm_published(halves, deadline)
@@ -260,6 +266,7 @@ class HalfEnder:
         `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a message is not published
         and its half is gone.
         """
+        self._wait_until_expired(transaction, (), deadline)
         missing = _expected(transaction, topics)
         if not first and (missing := self._unpublished(missing, deadline)):
             # Another process may have committed a half just now, and the index does not have the message yet.
@@ -268,7 +275,7 @@ class HalfEnder:
         at_once = most = self._timing.published_at_once
         while missing:
             some, others = missing[:at_once], missing[at_once:]
-            left = self._publish_some(some, deadline)
+            left = self._publish_some(transaction, some, deadline)
             # If some of them were not published, look fewer up: their look-up was too old before all were committed.
             at_once = max(1, at_once // 2) if left else min(at_once + at_once // 8 + 1, most)
             stuck = {(each.broker, each.topic) for each in left}  # others go first, in their order
@@ -277,7 +284,7 @@ class HalfEnder:
                 deadline.check("publishing a transaction")
                 self._send_lock_request(self._lock_of(transaction), groups.lock)  # once more, to keep the lock
 
-    def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
+    def _publish_some(self, transaction: str, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Look some messages up, commit the halves of unpublished ones, and return the messages still not published."""
         sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
@@ -286,7 +293,7 @@ class HalfEnder:
             sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
         self._commit_halves(sequences, True, deadline, looked + self._timing.look_up_valid)
         _require_rights(sequences)
-        self._wait_until_expired(sequences, deadline)
+        self._wait_until_expired(transaction, sequences, deadline)
         left = {half.unique_key for sequence in sequences for half in sequence.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
         return self._unpublished([each for each in missing if each.key in left], deadline)
@@ -321,12 +328,12 @@ class HalfEnder:
     def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction on the brokers that are up; others send check-backs later."""
         copies = self._copies(_expected(transaction, topics), deadline)
-        self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
+        self.drop([(each.broker, address_of_copy(record)) for each, record in copies.items()], deadline)
 
     def copies(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> list[MessageExt]:
         """Return the newest copy of each half of a transaction, with the body. Halves that are gone are left out."""
         wanted = _expected(transaction, topics)
-        copies = dict(self._copies(wanted, deadline, bodies=True))
+        copies = self._copies(wanted, deadline, bodies=True)
         return [copies[each] for each in wanted if each in copies]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
@@ -337,22 +344,17 @@ class HalfEnder:
 
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
-    ) -> list[tuple[_Expected, MessageExt]]:
+    ) -> dict[_Expected, MessageExt]:
         """Return the newest copy of the half of each message, without messages whose half is gone."""
-        copies: list[tuple[_Expected, MessageExt]] = []
-        left = list(wanted)
+        copies: dict[_Expected, MessageExt] = {}
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
-            looked_for, left = left, []
-            asked = [(each.broker, topic, each.key) for each in looked_for]
+            left = [each for each in wanted if each not in copies]
+            asked = [(each.broker, topic, each.key) for each in left]
             newest = look_up_by_key(self.cluster.client, asked, "looking for halves", deadline, body=bodies)
-            for each, record in zip(looked_for, newest, strict=True):
-                if record is None:
-                    left.append(each)
-                else:
-                    copies.append((each, record))
+            copies |= {each: record for each, record in zip(left, newest, strict=True) if record is not None}
         return copies
 
-    def _all_copies(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[tuple[_Expected, MessageExt]]:
+    def _all_copies(self, wanted: Sequence[_Expected], deadline: Deadline) -> dict[_Expected, MessageExt]:
         """Return the newest copy of the half of each message. Raise `EvidenceLost` if a half is gone."""
         until = Deadline(min(self._timing.index_timeout, deadline.left()))
         while len(copies := self._copies(wanted, deadline)) < len(wanted):
@@ -371,7 +373,7 @@ class HalfEnder:
 
         Raise `EvidenceLost` if it is gone.
         """
-        ((_, record),) = self._all_copies(_expected(transaction, topics), deadline)
+        (record,) = self._all_copies(_expected(transaction, topics), deadline).values()
         return record
 
     def require_kept(self, broker: str, half: MessageExt, deadline: Deadline) -> None:
@@ -404,7 +406,7 @@ class HalfEnder:
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
         """Look up messages' halves, and return them in order for each queue. Raise `EvidenceLost` if one is gone."""
         sequences: dict[Queue, EndSequence] = {}
-        for each, record in sorted(self._all_copies(wanted, deadline), key=lambda item: item[0].number):
+        for each, record in sorted(self._all_copies(wanted, deadline).items(), key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE_PROPERTY, record.queue)))
             sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(address_of_copy(record))
         return list(sequences.values())
@@ -424,18 +426,22 @@ class HalfEnder:
             pause = min(2 * pause, self._timing.publish_look_up_pause)
         self._verified_brokers.update(each.broker for each in published)
 
-    def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
-        """Wait until no request without a response can take effect: brokers drop old requests (hazard H61)."""
+    def _wait_until_expired(self, transaction: str, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
+        """Wait until no commit without a response can take effect: brokers drop old requests (hazard H61).
+
+        A broker that was paused reads them when it runs again. So first wait until the broker answers a request.
+        """
         doubtful = {each.queue.broker for each in sequences if each.stopped and each.stopped.may_have_had_effect}
-        if not doubtful:
+        if not (doubtful := doubtful | self._doubtful.get(transaction, set())):
             return
-        deadline.check("publishing a transaction")
-        known = [self.cluster.brokers.config(broker, deadline) for broker in doubtful]
+        self._doubtful[transaction] = doubtful  # for the next call, if this one has no time left
+        known = [self.cluster.brokers.config(broker, deadline, fresh=True) for broker in doubtful]
         longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
         until = Deadline(longest / 1000 + self._timing.index_delay)
         while not until.expired:
             deadline.check("publishing a transaction")
             time.sleep(self._timing.publish_look_up_pause)
+        self._doubtful.pop(transaction, None)
 
 
 def _require_rights(sequences: Sequence[EndSequence]) -> None:

@@ -115,10 +115,10 @@ class BrokerConfigs:
             self._known[broker] = time.monotonic(), config
         return config
 
-    def config(self, broker: str, deadline: Deadline) -> BrokerConfig:
+    def config(self, broker: str, deadline: Deadline, fresh: bool = False) -> BrokerConfig:
         """Return a broker's settings, or RocketMQ's defaults if this user may not read settings."""
         try:
-            return self.require_config(broker, deadline)
+            return self.require_config(broker, deadline, fresh)
         except AccessDenied:
             defaults = BrokerConfig(broker, {})
             with self._lock:

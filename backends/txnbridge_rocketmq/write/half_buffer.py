@@ -109,11 +109,7 @@ class HalfBuffer:
 
     @property
     def topics(self) -> list[HalfCount]:
-        return [
-            HalfCount(topic, written.queues[0].broker, written.count)
-            for topic, written in self.written.items()
-            if written.count
-        ]
+        return [HalfCount(name, each.queues[0].broker, each.count) for name, each in self.written.items() if each.count]
 
     @property
     def age(self) -> float:
@@ -125,11 +121,8 @@ class HalfBuffer:
 
         Raise `InvalidOption` if the message is too large for the topic's broker.
         """
-        if len(message.body) > written.settings.message_bytes:
-            raise InvalidOption(
-                f"a message to {message.topic} has {len(message.body)} bytes; the broker takes"
-                f" {written.settings.message_bytes}"
-            )
+        if len(message.body) > (most := written.settings.message_bytes):
+            raise InvalidOption(f"a message to {message.topic} has {len(message.body)} bytes; the broker takes {most}")
         request = send_half(message, self.group, queue.queue, immunity(written.settings))
         self._held.append(_HalfInFlight(queue, request, self.series))
         self._held_bytes += len(message.body)

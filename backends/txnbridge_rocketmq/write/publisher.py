@@ -216,9 +216,7 @@ class RocketMQPublisher(Publisher):
         assert message.unique_key is not None
         request = read_requests.by_unique_key(sender.queue.topic, message.unique_key)
         until: float | None = None
-        while until is None or time.monotonic() < until:
-            if self._closed:
-                break
+        while not self._closed and (until is None or time.monotonic() < until):
             try:
                 if self._cluster.client.call(sender.queue.broker, request, _RESPONSE_SECONDS):
                     return

@@ -29,7 +29,8 @@ def _known_topics(with_timing: Callable[..., None]) -> None:
 def opened(*writers: ToyWriter, timeout: float = 60, **options: Any) -> Iterator[tuple[Bridge, ToyBroker]]:
     """A bridge that gathers every transaction, with these writers."""
     backend = ToyBackend(group_commit=True)
-    bridge, broker = connect_toy(backend, timeout=timeout, **{"group_commit": True, **options})
+    given = {"group_commit": True, "writers": len(writers), **options}
+    bridge, broker = connect_toy(backend, timeout=timeout, **given)
     broker.writers = list(writers)
     broker.open_writers = lambda *given: list(writers)  # type: ignore[method-assign]
     with bridge:
