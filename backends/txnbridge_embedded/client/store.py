@@ -59,11 +59,12 @@ class FileConnection(sqlite3.Connection):
     queue_lock = -1  # a descriptor of the queue's lock file, for flock
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self._path = path
+        self.path = path
         self._guard = threading.Lock()  # guards the two flags
-        self._used = self._closing = False
+        self._used, self._closing = True, False
+        _connections.add(self)  # now, because another thread may fork while it is opened
         super().__init__(path, **options)
-        _connections.add(self)
+        self._used = False
 
     def enter(self) -> None:
         """Mark the connection as in use. Raise `InvalidState` if it was closed."""
@@ -107,15 +108,12 @@ class FileConnection(sqlite3.Connection):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         _parents.append(self)
 
-    def close_parents(self, path: Path) -> None:
-        """Close this connection of the parent process to a file. Raise `InvalidState` if it was in use at the fork."""
-        if self._path == path and self._used:
-            text = f"this process was forked during a call on {path}, so that SQLite cannot open it here: fork while no"
-            raise errors.InvalidState(f"{text} bridge to it is in use, or better none is open, or spawn the process")
-        if self._path == path:
-            self.close()
-            with suppress(ValueError):  # another thread has closed it
-                _parents.remove(self)
+    def close_parents(self) -> None:
+        """Close this connection of the parent process. Raise `InvalidState` if it was in use at the fork."""
+        if self._used:
+            text = f"this process was forked during a call on {self.path}, so that SQLite cannot open the file here: fork"
+            raise errors.InvalidState(text + " while no bridge to it is in use, or spawn the process")
+        self.close()
 
 
 _connections: WeakSet[FileConnection] = WeakSet()  # of this process
@@ -236,8 +234,8 @@ class Store:
     def _connect(self) -> FileConnection:
         # SQLite notes which locks its process has on a file, but a fork copies these notes without the locks. Beside a
         # parent's connection, a new one would have none, and the last other process that closes would delete its log.
-        for inherited in list(_parents):
-            inherited.close_parents(self.path)
+        for inherited in [each for each in _parents if each.path == self.path]:
+            inherited.close_parents()
         try:
             return sqlite3.connect(
                 self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=FileConnection
