@@ -63,6 +63,7 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest
             for call in calls:
                 with pytest.raises(InvalidState, match="post_fork"):
                     call()
+            assert not txn.__exit__(SystemExit, SystemExit(), None)  # an error here would keep the child from its end
             bridge.close()  # does nothing
             consumer.close()
             assert not broker.closed

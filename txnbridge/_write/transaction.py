@@ -417,9 +417,10 @@ class Transaction(ConnectionUser):
         try:
             self._end_block(error)
         except BaseException as failure:
-            if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
-                self._end_block(failure)
-            raise
+            if error is None or not self._connection.forked:  # in a forked child, `sys.exit` ends the program
+                if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
+                    self._end_block(failure)
+                raise
         return isinstance(error, errors.Abort)
 
     @_one_call("the end of the block")
