@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -107,19 +108,24 @@ def test_a_listener_works_in_the_child_although_a_thread_of_the_parent_was_insid
     for inside, name, listener in (recorder, "_file", recorder), (_metrics, "_family", Metrics().txnbridge_event):
         emitter, hold = Emitter("b-1", [listener]), Hold()
         monkeypatch.setattr(inside, name, Mock(write=hold, side_effect=hold))
-        with hold.asked_by(lambda emitter=emitter: emitter.emit("half.store", "after")):
+        with hold.asked_by(partial(emitter.emit, "half.store", "after")):
             assert in_child(check) == 0
     monkeypatch.undo()
     recorder.close()
 
 
 def test_a_signal_ends_a_child_that_a_service_with_handlers_has_forked():
+    def child() -> None:
+        runs.set()
+        time.sleep(60)
+
+    runs = multiprocessing.Event()
     with Shutdown(60, "test", lambda _: None, lambda: None).by_signals():
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
+        assert runs.wait(20)  # Python drops signals that come before that
         process.terminate()
-        process.join(20)
-        process.kill()
+        process.join()
     assert process.exitcode == -signal.SIGTERM
 
 
