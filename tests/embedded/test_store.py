@@ -209,7 +209,7 @@ def test_durability_decides_whether_the_disk_is_waited_for(opened, durability, s
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
-def test_what_a_forked_child_commits_stays_when_its_parent_closes_the_file(broker, opened, path):
+def test_a_forked_child_keeps_its_commits_when_its_parent_closes_the_file(broker, opened, path):
     def child():
         writer = open_writer(opened())
         there.send("open")

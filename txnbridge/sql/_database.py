@@ -315,10 +315,8 @@ def _make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: st
         if not _is_denied(error):
             raise
         told = ";".join(str(each.compile(dialect=connection.dialect)).rstrip() for each in statements)
-        raise errors.AccessDenied(
-            f"{what} needs tables that this user may not make. Make them, and grant select, insert, update and"
-            f" delete on them:{told}"
-        ) from own(error)
+        text = f"{what} needs tables that this user may not make. Make them, and grant select, insert, update and"
+        raise errors.AccessDenied(text + f" delete on them:{told}") from own(error)
 
 
 def insert_missing(connection: sa.Connection, table: sa.Table, **row: object) -> None:

@@ -111,7 +111,7 @@ class FileConnection(sqlite3.Connection):
     def close_parents(self) -> None:
         """Close this connection of the parent process. Raise `InvalidState` if it was in use at the fork."""
         if self._used:
-            text = f"this process was forked during a call on {self.path}, so that SQLite cannot open the file here: fork"
+            text = f"this process was forked during a call on {self.path}, so SQLite cannot open the file here: fork"
             raise errors.InvalidState(text + " while no bridge to it is in use, or spawn the process")
         self.close()
 
@@ -286,10 +286,8 @@ class Store:
         try:
             try:
                 if not place.enter(deadline):
-                    raise errors.DeadlineExceeded(
-                        f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
-                        f" {self.path}"
-                    )
+                    text = f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
+                    raise errors.DeadlineExceeded(text + f" {self.path}")
                 self._begin(connection, deadline, what)
                 yield connection
             except (sqlite3.Error, UnicodeEncodeError) as error:
@@ -359,10 +357,8 @@ class Store:
                 if code_of(error) not in (_BUSY, _LOCKED, _PROTOCOL):  # then no other connection has a lock
                     raise
                 if deadline.expired:
-                    raise errors.DeadlineExceeded(
-                        f"{what} waited {deadline.seconds:g} s for {self.path}, which another process keeps locked; "
-                        f"`fuser {self.path}` shows which"
-                    ) from error
+                    text = f"{what} waited {deadline.seconds:g} s for {self.path}, which another process keeps locked; "
+                    raise errors.DeadlineExceeded(text + f"`fuser {self.path}` shows which") from error
             time.sleep(pause)
 
     def _commit(self, connection: FileConnection, what: str) -> None:
