@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +30,7 @@ def in_child(check) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        signal.alarm(60)  # kills the child if it hangs
         try:
             check()
             code = 0
@@ -49,7 +49,6 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest
         watch = BrokerWatch(bridge, 1)  # as every service
 
         def check() -> None:
-            signal.alarm(20)  # kills the child if it hangs
             calls: list[Callable[[], object]] = [
                 bridge.transaction,
                 lambda: bridge.status("txb1.x"),
@@ -76,32 +75,19 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest
 
 
 def test_the_child_opens_a_bridge_although_a_thread_of_the_parent_was_loading_plug_ins() -> None:
-    loading, forked = threading.Event(), threading.Event()
+    hold = Hold()
 
     def load() -> None:
         with plugins.lock:
-            loading.set()
-            forked.wait(60)
+            hold()
 
-    thread = threading.Thread(target=load)
-    thread.start()
-    loading.wait(60)
-
-    def check() -> None:
-        signal.alarm(20)  # kills the child if it hangs
-        plugins.backends()
-
-    try:
-        assert in_child(check) == 0
-    finally:
-        forked.set()
-        thread.join()
+    with hold.asked_by(load):
+        assert in_child(plugins.backends) == 0
 
 
 def test_a_listener_works_in_the_child_although_a_thread_of_the_parent_was_inside_it(tmp_path, monkeypatch):
     def check() -> None:
         monkeypatch.undo()
-        signal.alarm(20)  # kills the child if it hangs
         emitter.emit("half.store", "after")
 
     recorder = JsonLinesRecorder(tmp_path / "events")
