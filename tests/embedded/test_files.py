@@ -5,6 +5,7 @@ import pickle
 import shutil
 import sqlite3
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from txnbridge_embedded.client.store import translate
 from tests.embedded.kit import begin, commit, open_broker, open_writer, values
 from txnbridge import errors
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child, tell
+from txnbridge.testing import Child
 
 
 def test_a_file_is_made_and_found_again_and_another_one_is_another_cluster(opened, tmp_path):
@@ -28,20 +29,16 @@ def test_a_file_is_made_and_found_again_and_another_one_is_another_cluster(opene
     assert opened(tmp_path / "other.db").cluster != cluster
 
 
-def make_and_tell(path):
-    tell("ready")
+def make(path):
     broker = open_broker(path)
     broker.close(Deadline(10))
     return broker.cluster
 
 
 def test_processes_that_make_a_file_at_the_same_time_make_one(path):
-    children = [Child(make_and_tell, path) for _ in range(6)]
-    try:
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(make, path)) for _ in range(6)]
         assert len({child.result() for child in children}) == 1
-    finally:
-        for child in children:
-            child.kill()
 
 
 def test_a_file_that_must_not_be_made_is_not(opened, path):

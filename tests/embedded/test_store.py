@@ -19,9 +19,11 @@ from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
 
-def hold(path, seconds):
+def hold(path, seconds, *pragmas):
     """Sit on the file, as a program of somebody else's might."""
     connection = sqlite3.connect(path, isolation_level=None)
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}")
     connection.execute("BEGIN EXCLUSIVE")
     tell("holding")
     time.sleep(seconds)
@@ -54,19 +56,9 @@ def test_no_call_waits_beyond_its_deadline_for_a_file_that_another_process_sits_
     assert values(broker, "orders") == [b"marker"]
 
 
-def lock_whole_file(path):
-    """Lock even readers out, as a backup in exclusive mode would."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA journal_mode = DELETE")
-    connection.execute("BEGIN EXCLUSIVE")
-    tell("holding")
-    time.sleep(60)
-
-
 def test_opening_a_file_that_is_locked_against_readers_ends_at_its_deadline(opened, path):
     opened().close(Deadline(5))
-    with Child(lock_whole_file, path) as child:
+    with Child(hold, path, 60, "locking_mode = EXCLUSIVE", "journal_mode = DELETE") as child:  # as a backup may do
         child.told()
         with pytest.raises(DeadlineExceeded, match=str(path)):
             opened(timeout=0.3)
