@@ -1,9 +1,7 @@
 """After a fork nothing of the parent's can be used in the child, and the parent goes on."""
 
-import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from unittest.mock import Mock
@@ -101,18 +99,8 @@ def test_a_listener_works_in_the_child_although_a_thread_of_the_parent_was_insid
 
 
 def test_a_signal_ends_a_child_that_a_service_with_handlers_has_forked():
-    def child() -> None:
-        runs.set()
-        time.sleep(60)
-
-    runs = multiprocessing.Event()
     with Shutdown(60, "test", lambda _: None, lambda: None).by_signals():
-        process = multiprocessing.get_context("fork").Process(target=child)
-        process.start()
-        assert runs.wait(20)  # Python drops signals that come before that
-        process.terminate()
-        process.join()
-    assert process.exitcode == -signal.SIGTERM
+        assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
 
 
 def test_the_child_opens_bridges_and_spans_of_its_own_although_a_thread_of_the_parent_was_opening_some(

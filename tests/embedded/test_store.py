@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -67,17 +67,11 @@ def test_opening_a_file_that_is_locked_against_readers_ends_at_its_deadline(open
 
 def wait_until_somebody_waits(path):
     """Return when somebody holds the turn, which is the sign that it waits for the lock."""
-    descriptor = os.open(f"{path}-turn", os.O_RDONLY)
-    try:
+    with open(f"{path}-turn") as turn, suppress(BlockingIOError):
         while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(0.001)
-    finally:
-        os.close(descriptor)
 
 
 def commit_when_told(path):
