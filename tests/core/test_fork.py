@@ -1,8 +1,9 @@
 """After a fork nothing of the parent's can be used in the child, and the parent goes on."""
 
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from unittest.mock import Mock
 
@@ -35,6 +36,24 @@ def in_child(check) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def outlive_parent(steps: Callable[[], Iterator[None]], close: Callable[[], object]) -> int:
+    """Take a step in a forked child, then `close` here, then the other step there; return the child's exit code."""
+
+    def child() -> None:
+        for _ in steps():
+            there.send("opened")
+            there.recv()
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    here.recv()
+    close()
+    here.send("closed")
+    process.join()
+    return process.exitcode or 0
 
 
 def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """One file and many who want to write it: turns, waiting, and the log that must not grow for ever."""
 
 import fcntl
-import multiprocessing
 import os
 import sqlite3
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 
-from tests.core.test_fork import in_child
+from tests.core.test_fork import in_child, outlive_parent
 from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, values
 from tests.in_time import takes
 from txnbridge.errors import DeadlineExceeded, InvalidState, TransactionTimedOut
@@ -198,8 +197,7 @@ def test_durability_decides_whether_the_disk_is_waited_for(opened, durability, s
 def test_a_forked_child_keeps_its_commits_when_its_parent_closes_the_file(broker, opened, path):
     def child():
         writer = open_writer(opened())
-        there.send("open")
-        assert there.recv() == "closed"
+        yield
         commit(writer, "orders", b"1")
 
     def open_refused():
@@ -208,11 +206,5 @@ def test_a_forked_child_keeps_its_commits_when_its_parent_closes_the_file(broker
 
     with closing(broker.store.connect()) as connection, broker.store.reading(connection, Deadline(10)):
         assert in_child(open_refused) == 0  # SQLite's locks and mutexes of a connection in use are beyond repair
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    assert here.recv() == "open"
-    broker.close(Deadline(10))
-    here.send("closed")
-    process.join()
-    assert (process.exitcode, values(opened(), "orders")) == (0, [b"1"])
+    assert outlive_parent(child, lambda: broker.close(Deadline(10))) == 0
+    assert values(opened(), "orders") == [b"1"]
