@@ -67,9 +67,7 @@ for _ in range(10):
         thread.join()
 sys.exit(repr(wrong) if wrong else 0)
 """
-EXIT_MEANWHILE = """
-bridge, _ = start(commit_on_and_on, daemon=True)
-"""
+EXIT_MEANWHILE = "bridge, _ = start(commit_on_and_on, daemon=True)"
 
 
 def run(program: str, url: str) -> None:
