@@ -161,17 +161,13 @@ def test_every_setting_of_the_java_clients_is_taken_translated_or_refused(tmp_pa
     assert {name for name in listed if "." in name} - known == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("lingr.ms", "'linger.ms'"),
-        ("compresion.type", "'compression.type'"),
-        ("ssl.truststore.locations", "'ssl.truststore.location'"),
-        ("sasl.jaas.cfg", "'sasl.jaas.config'"),
-    ],
-)
+NEAREST = {"lingr.ms": "linger.ms", "compresion.type": "compression.type", "sasl.jaas.cfg": "sasl.jaas.config"}
+NEAREST |= {"ssl.truststore.locations": "ssl.truststore.location"}
+
+
+@pytest.mark.parametrize(("name", "nearest"), NEAREST.items())
 def test_an_unknown_setting_is_refused_with_the_nearest_known_one(name, nearest):
-    assert refusal({name: "1"}) == f"the Kafka client has no setting {name!r}; did you mean {nearest}?"
+    assert refusal({name: "1"}) == f"the Kafka client has no setting {name!r}; did you mean {nearest!r}?"
 
 
 HOLDS = {"enable.idempotence": True, "isolation.level": "read_committed", "request.required.acks": "all"}
