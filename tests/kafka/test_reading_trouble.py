@@ -34,7 +34,7 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
     """Open a reader in a group whose client returns these batches, one for each call."""
 
     def open_reader(*batches: list[Any], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
-        partitions = {(m.topic(), 0): KafkaPartition((m.topic(), 0)) for batch in batches for m in batch}
+        partitions = {(m.topic(), 0): KafkaPartition((m.topic(), 0), {}) for batch in batches for m in batch}
         left = deque(batches)
         for each in partitions.values():
             each.state, each.next, each.topic_id = PartitionReadState.READING, 0, "1"
@@ -93,4 +93,7 @@ def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_al
         with pytest.raises(PositionLost, match=r"position of group 'billing' is 2 in orders\[0\].*truncat.*seek"):
             reader.poll(2, Deadline(5))
     assert reader.positions() == {PLACE: (2,)}
-    assert KafkaAssignment.client_position(Mock(prefetched=[message(NO_OFFSET, truncated)]), KafkaPartition(PLACE)) == 0
+    assert (
+        KafkaAssignment.client_position(Mock(prefetched=[message(NO_OFFSET, truncated)]), KafkaPartition(PLACE, {}))
+        == 0
+    )

@@ -14,6 +14,7 @@ from txnbridge.errors import AccessDenied, BrokerUnavailable, Fenced, OutcomeUnk
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.librdkafka import membership_of
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
+from txnbridge_kafka.client.messages import offsets_of
 from txnbridge_kafka.client.protocol_types import DONE, OPEN, SETTLED, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import is_fenced
@@ -157,15 +158,13 @@ class ProducerSession:
     ) -> KafkaError | None:
         """Add a group's offsets to the transaction by a raw request (hazard H20). Return the error, or None."""
         assert self.opened is not None and isinstance(context.metadata, bytes)
-        pid, epoch, member = self.opened.pid, self.opened.epoch, membership_of(context.metadata)
-        lost = "the answer to an acknowledgement was lost"  # a copy of the request may still arrive (hazard H4)
+        fields = offsets_of(membership_of(context.metadata), offsets, context.topic_ids, context.epochs)
+        told = None
         try:
-            told = self._cluster.requests.acknowledge(self.id, pid, epoch, member, offsets, deadline, context.topic_ids)
-        except TxnBridgeError:
-            self.stale = self.stale or lost
-            raise
-        if told.answer_lost:
-            self.stale = self.stale or lost
+            told = self._cluster.requests.acknowledge(self.id, self.opened.pid, self.opened.epoch, fields, deadline)
+        finally:
+            if told is None or told.answer_lost:  # a copy of the request may still arrive (hazard H4)
+                self.stale = self.stale or "the answer to an acknowledgement was lost"
         return None if told.code == DONE else KafkaError(told.code)
 
     def commit_by_request(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
