@@ -96,7 +96,7 @@ class Coordinator(Requests):
 
     def __init__(self) -> None:
         self.told = protocol_types.TransactionDescription("", "Empty", 1000, 0, None, 30_000, ())
-        self.silent = self.denied = False
+        self.silent = self.denied = self.leaves = False  # it leaves once
         self.settles = False  # whether what is being committed is complete when it is asked about again
         self.steps: list[StateRecord] = []  # what it has written down
         self.ended: list[bool] = []  # the decisions that were asked for
@@ -178,6 +178,9 @@ class _CoordinatorSession(CoordinatorSession):
         self.first_description = coordinator.describe([id], deadline)[id]
 
     def last_transaction(self, deadline: Deadline) -> protocol_types.TransactionDescription | None:
+        if self._coordinator.leaves:
+            self._coordinator.leaves = False
+            return None
         try:
             return self._coordinator.describe([self._id], deadline)[self._id]
         except TxnBridgeError:

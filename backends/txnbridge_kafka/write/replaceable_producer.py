@@ -66,17 +66,21 @@ class ProducerSession:
             # no outcome is recorded, this additional opening raises the epoch by two.
             self._cluster.requests.fence(self.id, self.timeout_ms, deadline)
         producer = TransactionalProducer(self._cluster.settings, self.id, self.timeout_ms)
-        with self._cluster.events.step("step:open", id=self.id):
-            try:
-                producer.open(deadline)
-            except BrokerUnavailable as error:
-                if is_fenced(error.__cause__):  # another process is opening the id at this moment
-                    self.check_owner(deadline)
-                raise
         with ExitStack() as unless_opened:
             coordinator = self._cluster.requests.coordinator_session(self.id, deadline)
-            unless_opened.callback(coordinator.close)
-            opened = coordinator.first_description
+            unless_opened.callback(lambda: coordinator.close())
+            with self._cluster.events.step("step:open", id=self.id):
+                try:
+                    producer.open(deadline)
+                except BrokerUnavailable as error:
+                    if is_fenced(error.__cause__):  # another process is opening the id at this moment
+                        self.check_owner(deadline)
+                    raise
+            if (opened := coordinator.last_transaction(deadline)) is None:
+                # The coordinator moved, or its broker left. The client repeats its request without a line in the log.
+                producer.log_monitor.taint_reason = "the coordinator's connection was lost during the opening"
+                coordinator = self._cluster.requests.coordinator_session(self.id, deadline)
+                opened = coordinator.first_description
             # The description may be of a later opening by another process. Then the decision log has a newer owner.
             self._owner.check(deadline)
             if opened is None:
