@@ -376,7 +376,7 @@ class Bridge:
         """Begin a transaction that needs no request yet, or return None, so that an event loop may call this."""
         connection = self._connection
         observed = connection.events.wants("transaction.begin")
-        if self._group_commit is None or observed or connection.closed or connection.forked:
+        if self._group_commit is None or observed or connection.closed:
             return None
         member = self._group_commit.gather(self._new_begin(timeout, False, None))
         return None if member is None else Transaction(connection, member, self._outcomes, None)

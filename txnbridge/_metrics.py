@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -105,8 +106,9 @@ class Metrics:
         | {"processor.count", "relay.count"}
     )
 
+    _lock = threading.RLock()  # of all; reentrant, because a signal handler may run while it is held
+
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._counted: dict[str, Family] = {}
         self._watched: dict[Bridge, BrokerWatch] = {}
         # Called with the name, the labels and the value of each duration, besides the histograms here.
@@ -176,6 +178,8 @@ class Metrics:
             told(name, labels, seconds)
 
 
+# A thread that is not in a forked child may have held the lock.
+os.register_at_fork(after_in_child=lambda: setattr(Metrics, "_lock", threading.RLock()))
 _HALF_EVENTS = {"half.store": "stored", "half.end": "unknown", "half.park": "parked"}
 
 

@@ -47,7 +47,6 @@ _RETRY_SECONDS = 0.02
 # The longest wait for one broker's settings: a running broker answers within milliseconds.
 _BROKER_ANSWER_SECONDS = 2.0
 
-
 _log = logging.getLogger("txnbridge.kafka.client")
 
 
@@ -197,11 +196,7 @@ class KafkaTopics:
         Raise `InvalidOption` if they would lose records or their order (hazard H26).
         """
         config = self.configs([name], deadline)[name]
-        wrong = [
-            f"{key}={config[key]} instead of {wanted}"
-            for key, wanted in KEEP_ALL.items()
-            if config.get(key, wanted) != wanted
-        ]
+        wrong = [f"{key}={config[key]} instead of {to}" for key, to in KEEP_ALL.items() if config.get(key, to) != to]
         if wrong:
             wanted = ",".join(f"{key}={value}" for key, value in KEEP_ALL.items())
             raise InvalidOption(
@@ -212,10 +207,7 @@ class KafkaTopics:
         return bool(config)
 
     def _replicas(self, deadline: Deadline) -> int:
-        """Return the number of replicas for a new internal topic.
-
-        The settings may give the number. Otherwise it is 3, or the number of brokers if there are fewer than 3.
-        """
+        """Return the replicas of a new internal topic: as set, else 3, or the number of brokers if that is less."""
         if self._settings.replicas > 0:
             return self._settings.replicas
         return min(_REPLICAS, len(self.overview(deadline).brokers))

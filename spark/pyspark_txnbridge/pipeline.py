@@ -151,9 +151,8 @@ def _session(given: SparkSession | None) -> Iterator[SparkSession]:
     try:
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise BackendMissing(
-            "a pipeline runs on PySpark: in a clone of txnbridge, pip install -e '.[spark]'"
-        ) from error
+        text = "a pipeline runs on PySpark: in a clone of txnbridge, pip install -e '.[spark]'"
+        raise BackendMissing(text) from error
     session = given or SparkSession.getActiveSession()
     if session is not None:
         yield session

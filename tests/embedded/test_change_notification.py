@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,11 @@ def test_a_commit_that_takes_long_is_still_noticed(broker, opened, told, path):
                 time.sleep(0.5)
                 committing.set()
 
-        thread = threading.Thread(target=write)
-        thread.start()
-        with within(0.5):
-            watch.wait(100)
-        assert committing.is_set()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write)
+            with within(0.5):
+                watch.wait(100)
+            assert committing.is_set()
         watch.close()
 
 

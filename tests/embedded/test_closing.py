@@ -49,42 +49,31 @@ def commit_until_closed(bridge):
             wrong.append(error)
     except BaseException as error:
         wrong.append(error)
-"""
 
-CLOSE_MEANWHILE = (
-    COMMITTING
-    + """
-for _ in range(10):
+def start(work, **how):
     bridge = txnbridge.connect(sys.argv[1], writers=8)
-    threads = [threading.Thread(target=commit_until_closed, args=(bridge,)) for _ in range(8)]
+    threads = [threading.Thread(target=work, args=(bridge,), **how) for _ in range(8)]
     for thread in threads:
         thread.start()
     for _ in threads:
         started.acquire()
+    return bridge, threads
+"""
+CLOSE_MEANWHILE = """
+for _ in range(10):
+    bridge, threads = start(commit_until_closed)
     bridge.close()
     for thread in threads:
         thread.join()
 sys.exit(repr(wrong) if wrong else 0)
 """
-)
-
-EXIT_MEANWHILE = (
-    COMMITTING
-    + """
-bridge = txnbridge.connect(sys.argv[1], writers=8)
-threads = [threading.Thread(target=commit_on_and_on, args=(bridge,), daemon=True) for _ in range(8)]
-for thread in threads:
-    thread.start()
-for _ in threads:
-    started.acquire()
-"""
-)
+EXIT_MEANWHILE = "bridge, _ = start(commit_on_and_on, daemon=True)"
 
 
 def run(program: str, url: str) -> None:
     """A program that has to end well, without a word."""
     # A transaction that is ended by closing warns its program, which is no fault of this one.
-    command = [sys.executable, "-W", "ignore::ResourceWarning", "-c", program, url]
+    command = [sys.executable, "-W", "ignore::ResourceWarning", "-c", COMMITTING + program, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -4,21 +4,25 @@ import fcntl
 import os
 import sqlite3
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 
+from tests.core.test_fork import in_child, outlive_parent
 from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, values
 from tests.in_time import takes
-from txnbridge.errors import DeadlineExceeded, TransactionTimedOut
+from txnbridge.errors import DeadlineExceeded, InvalidState, TransactionTimedOut
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
 
-def hold(path, seconds):
+def hold(path, seconds, *pragmas):
     """Sit on the file, as a program of somebody else's might."""
     connection = sqlite3.connect(path, isolation_level=None)
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}")
     connection.execute("BEGIN EXCLUSIVE")
     tell("holding")
     time.sleep(seconds)
@@ -51,19 +55,9 @@ def test_no_call_waits_beyond_its_deadline_for_a_file_that_another_process_sits_
     assert values(broker, "orders") == [b"marker"]
 
 
-def lock_whole_file(path):
-    """Lock even readers out, as a backup in exclusive mode would."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA journal_mode = DELETE")
-    connection.execute("BEGIN EXCLUSIVE")
-    tell("holding")
-    time.sleep(60)
-
-
 def test_opening_a_file_that_is_locked_against_readers_ends_at_its_deadline(opened, path):
     opened().close(Deadline(5))
-    with Child(lock_whole_file, path) as child:
+    with Child(hold, path, 60, "locking_mode = EXCLUSIVE", "journal_mode = DELETE") as child:  # as a backup may do
         child.told()
         with pytest.raises(DeadlineExceeded, match=str(path)):
             opened(timeout=0.3)
@@ -72,17 +66,11 @@ def test_opening_a_file_that_is_locked_against_readers_ends_at_its_deadline(open
 
 def wait_until_somebody_waits(path):
     """Return when somebody holds the turn, which is the sign that it waits for the lock."""
-    descriptor = os.open(f"{path}-turn", os.O_RDONLY)
-    try:
+    with open(f"{path}-turn") as turn, suppress(BlockingIOError):
         while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(0.001)
-    finally:
-        os.close(descriptor)
 
 
 def commit_when_told(path):
@@ -203,3 +191,20 @@ def test_durability_decides_whether_the_disk_is_waited_for(opened, durability, s
     connection = broker.store.connect()
     assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
     connection.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
+def test_a_forked_child_keeps_its_commits_when_its_parent_closes_the_file(broker, opened, path):
+    def child():
+        writer = open_writer(opened())
+        yield
+        commit(writer, "orders", b"1")
+
+    def open_refused():
+        with pytest.raises(InvalidState, match="spawn"):
+            opened()
+
+    with closing(broker.store.connect()) as connection, broker.store.reading(connection, Deadline(10)):
+        assert in_child(open_refused) == 0  # SQLite's locks and mutexes of a connection in use are beyond repair
+    assert outlive_parent(child, lambda: broker.close(Deadline(10))) == 0
+    assert values(opened(), "orders") == [b"1"]

@@ -9,10 +9,10 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import confluent_kafka
 from txnbridge_kafka.client import protocol_types
-from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome.transaction_state_log import StateRecord
@@ -96,7 +96,7 @@ class Coordinator(Requests):
 
     def __init__(self) -> None:
         self.told = protocol_types.TransactionDescription("", "Empty", 1000, 0, None, 30_000, ())
-        self.silent = self.denied = False
+        self.silent = self.denied = self.leaves = False  # it leaves once
         self.settles = False  # whether what is being committed is complete when it is asked about again
         self.steps: list[StateRecord] = []  # what it has written down
         self.ended: list[bool] = []  # the decisions that were asked for
@@ -146,17 +146,10 @@ class Coordinator(Requests):
         return dict.fromkeys(topics, "")
 
     def acknowledge(
-        self,
-        id: str,
-        pid: int,
-        epoch: int,
-        member: GroupMembership,
-        offsets: Mapping[Partition, int],
-        deadline: Deadline,
-        topic_ids: Mapping[Partition, str] | None = None,
+        self, id: str, pid: int, epoch: int, offsets: Mapping[str, Any], deadline: Deadline
     ) -> protocol_types.OffsetCommitResult:
         self._answer(deadline)
-        assert (member.group, member.generation, member.name) == ("billing", -1, ""), member
+        assert [offsets[name] for name in ("group_id", "generation_id", "member_id")] == ["billing", -1, ""]
         return protocol_types.OffsetCommitResult(self.refusals.pop(0) if self.refusals else 0, answer_lost=False)
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
@@ -185,6 +178,9 @@ class _CoordinatorSession(CoordinatorSession):
         self.first_description = coordinator.describe([id], deadline)[id]
 
     def last_transaction(self, deadline: Deadline) -> protocol_types.TransactionDescription | None:
+        if self._coordinator.leaves:
+            self._coordinator.leaves = False
+            return None
         try:
             return self._coordinator.describe([self._id], deadline)[self._id]
         except TxnBridgeError:

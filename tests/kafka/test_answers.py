@@ -22,6 +22,7 @@ from txnbridge_kafka.client import request_retry, wire
 from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership, with_exceptions
+from txnbridge_kafka.client.messages import offsets_of
 from txnbridge_kafka.client.protocol_types import (
     ActiveProducer,
     CommittedOffset,
@@ -120,6 +121,16 @@ def test_a_change_of_a_topic_whose_answer_is_lost_is_done_if_the_second_copy_fin
     assert [ask(requests).code for _ in range(3)] == [0, repeated, DENIED]
 
 
+def test_a_member_that_its_coordinator_did_not_remove_is_removed_again(cluster: Cluster, requests: Requests) -> None:
+    member = GroupMembership("group", 1, "member", None)
+    cluster.answers = [Fields(error_code=0, members=[Fields(error_code=code)]) for code in (16, 0, 25, DENIED)]
+    requests.leave(member, Deadline(30))
+    requests.leave(member, Deadline(30))  # the broker does not know it any more
+    with pytest.raises(AccessDenied):
+        requests.leave(member, Deadline(30))
+    assert not cluster.answers
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python refuses it")
 def test_an_error_of_the_client_that_no_clause_catches_becomes_an_exception():
     def broken() -> None:  # as confluent-kafka now and then in a flush, after another owner has opened the id
@@ -149,7 +160,8 @@ def test_a_topic_that_one_broker_does_not_know_yet_is_not_missing(cluster: Clust
 def test_acknowledgements_in_a_topic_that_is_gone_are_refused_before_the_deadline(cluster, requests, monkeypatch):
     """The coordinator stores the offsets of other topics; the transaction's abort takes them back."""
     answer_calls(monkeypatch, Connections, "coordinator", COORDINATOR)
-    asked: Any = "id", 1, 1, GroupMembership("group", 1, "member", None), {("gone", 0): 5, ("orders", 0): 3}
+    member, offsets = GroupMembership("group", 1, "member", None), {("gone", 0): 5, ("orders", 0): 3}
+    asked = "id", 1, 1, offsets_of(member, offsets, {}, {})
     refused = Fields(name="gone", partitions=[Fields(partition_index=0, error_code=UNKNOWN_TOPIC)])
     cluster.answers = [Fields(error_code=0), *[Fields(topics=[*ends(0).topics, refused])] * 2, ends(0)]
     cluster.unaware = 1  # each broker learns of a new topic a little later than the first one
@@ -302,6 +314,19 @@ def test_a_first_position_whose_member_ended_before_it_was_recorded_is_recorded_
         starts.record(["orders"], Deadline(30))
 
 
+def test_a_log_that_was_truncated_below_a_groups_position_is_told_until_the_user_seeks(cluster, requests, monkeypatch):
+    for name, answer in {
+        "positions": {("orders", 0): CommittedOffset(10, "1", 3)},
+        "topic_ids": {"orders": "1"},
+    }.items():
+        answer_calls(monkeypatch, Requests, name, answer)
+    starts, cluster.answers = group_starts(requests, 1), [ends(0)] * 3
+    for again in (SeekRequest(), SeekRequest(target=10, topic_id="1")):
+        (lost,) = starts.resolve({("orders", 0): again}, Deadline(30)).offsets.values()
+        assert isinstance(lost, start_positions.LostPosition) and "truncated" in lost.why
+    assert starts.resolve({("orders", 0): SeekRequest(target=0)}, Deadline(30)).to_commit == {("orders", 0): 0}
+
+
 def test_a_partition_that_another_member_knew_first_is_read_from_its_begin(cluster, requests, monkeypatch):
     """The topic has grown between the joins of two members of a new group that begins at the end."""
     monkeypatch.setattr(requests, "positions", lambda *_, **__: {("orders", 1): None})
@@ -336,7 +361,7 @@ def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, mon
 def test_a_partition_without_a_leader_keeps_no_other_work_from_being_done(kind):
     starts = Mock(spec=kind, unchecked={"orders"}, unrecorded=set(), left=None)
     starts.resolve.return_value, starts.counts.return_value = start_positions.ResolvedOffsets({}), {}
-    assignment = Mock(partitions={("orders", 0): KafkaPartition(("orders", 0))}, **{"current.return_value": []})
+    assignment = Mock(partitions={("orders", 0): KafkaPartition(("orders", 0), {})}, **{"current.return_value": []})
     lookup: Any = StartLookup(assignment, starts, Mock(), 30)
     other = starts.counts if kind is start_positions.KafkaStartPositions else starts.record
     wait_until(lambda: lookup.advance() or (other.called and starts.resolve.call_count > 1))
@@ -348,7 +373,7 @@ def test_a_record_that_is_completed_late_moves_no_partition_back_that_is_read_me
     starts.unrecorded = {"new"}
     starts.resolve.return_value = start_positions.ResolvedOffsets({("orders", 0): 10, ("new", 0): 0})
     starts.record.side_effect = lambda *_: recorded.wait(30) and starts.unrecorded.clear()
-    partitions = {each: KafkaPartition(each) for each in starts.resolve.return_value.offsets}
+    partitions = {each: KafkaPartition(each, {}) for each in starts.resolve.return_value.offsets}
     assignment = Mock(partitions=partitions, **{"current.side_effect": list})
     lookup: Any = StartLookup(assignment, starts, Mock(), 30)
     read, waiting = partitions.values()

@@ -159,6 +159,15 @@ def stored(bridge: Bridge, seconds: float | None = None) -> Transaction:
     return txn
 
 
+def test_an_id_whose_coordinator_left_during_its_opening_is_not_used_for_a_prepared_transaction(world: World) -> None:
+    """The client repeats its request then, and logs nothing: the first copy may arrive late."""
+    bridge = world.connect()
+    world.coordinator.leaves = True
+    with bridge.transaction(prepare=True) as txn:
+        assert writer_of(txn).id.endswith(".p64")  # in place of p0
+        txn.abort()
+
+
 K = KafkaError
 RETRIED = [K.COORDINATOR_LOAD_IN_PROGRESS, K.COORDINATOR_NOT_AVAILABLE, K.NOT_COORDINATOR, HANG_UP]
 SHUT_OUT = "ended the transaction.*run it again"

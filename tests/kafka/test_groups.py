@@ -1,17 +1,19 @@
 """Groups as an administrator sees and sets them, and what their members tell in the log."""
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import TopicPartition
+from txnbridge_conformance.observing import send, take
 from txnbridge_kafka.client.requests import Requests
 
 import txnbridge
 from tests.kafka.kit import plain_admin
 from tests.renewed_topics import delete_at_first
-from txnbridge import Bridge
+from txnbridge import Bridge, PositionLost
 
 
 @pytest.fixture
@@ -110,3 +112,20 @@ def test_a_late_first_position_does_not_move_a_group_back(proxy, bridge, unique,
         hold.answered()
     with bridge.consumer(topic, group) as consumer:
         assert [each.value for each in consumer.poll(1, 60)] == [b"2"]
+
+
+def test_a_log_that_was_truncated_and_has_grown_again_while_its_group_was_away_is_told(start_kafka, unique):
+    broker, topic, group = start_kafka(container=False), unique("orders"), unique("shipping")
+    with txnbridge.connect(broker.url, create_topics=1) as bridge:
+        send(bridge, topic, *[b"lost"] * 10)
+        read_up_to(bridge, topic, group, 10)
+    broker.stop()
+    shutil.rmtree(broker.folder / "node-1" / f"{topic}-0")
+    broker.start()
+    with txnbridge.connect(broker.url) as bridge:
+        send(bridge, topic, *[b"new"] * 30)
+        with bridge.consumer(topic, group) as consumer:
+            with pytest.raises(PositionLost, match=r"is 10 in .*truncated"):
+                consumer.poll(1, 60)
+            consumer.seek({(topic, 0): (0,)})
+            assert len(take(consumer, 30)) == 30

@@ -33,8 +33,10 @@ def message(offset: int, error: KafkaError | None = None, topic: str = "orders")
 def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
     """Open a reader in a group whose client returns these batches, one for each call."""
 
-    def open_reader(*batches: list[Any], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
-        partitions = {(m.topic(), 0): KafkaPartition((m.topic(), 0)) for batch in batches for m in batch}
+    def open_reader(
+        *batches: list[Any], topic_ids: Callable[..., Any] = lambda *_: {}, group: str | None = "billing"
+    ) -> KafkaReader:
+        partitions = {(m.topic(), 0): KafkaPartition((m.topic(), 0), {}) for batch in batches for m in batch}
         left = deque(batches)
         for each in partitions.values():
             each.state, each.next, each.topic_id = PartitionReadState.READING, 0, "1"
@@ -47,7 +49,8 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
         answer_calls(monkeypatch, reader, "StartLookup", lookup)
         answer_calls(monkeypatch, reader, "GroupRebalance", Mock(joins=False))
         cluster: Any = Mock(**{"settings.timing": Timing(), "requests.topic_ids": topic_ids})
-        read = Subscription(tuple(topic for topic, _ in partitions), "billing")
+        cluster.topics.partitions.return_value = 0
+        read = Subscription(tuple(topic for topic, _ in partitions), group)
         return KafkaReader(read, Mock(), Mock(), cluster, Deadline(5))
 
     return open_reader
@@ -64,6 +67,15 @@ def test_a_poll_skips_no_message_while_the_broker_refuses_to_say_whether_the_top
         except AccessDenied:
             refused += 1
     assert found == [0, 1, 2] and refused
+
+
+def test_a_reader_without_a_group_hands_out_nothing_before_the_topic_is_known_to_be_the_same(reader_of) -> None:
+    """In a group each acknowledgement asks."""
+    topic_ids = Mock(side_effect=[{}, BrokerUnavailable("no answer")])
+    assert reader_of([message(0), message(1)], topic_ids=topic_ids, group=None).poll(2, Deadline(0)) == []
+    lookup: Any = reader.StartLookup  # type: ignore[attr-defined]
+    ((place, request),) = lookup().request.call_args.args[0].items()
+    assert (place.partition, request.target, request.topic_id) == (PLACE, 0, "1")
 
 
 def test_a_topic_that_was_made_anew_is_noticed_beside_one_that_was_just_asked_about(reader_of, monkeypatch) -> None:
@@ -93,4 +105,5 @@ def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_al
         with pytest.raises(PositionLost, match=r"position of group 'billing' is 2 in orders\[0\].*truncat.*seek"):
             reader.poll(2, Deadline(5))
     assert reader.positions() == {PLACE: (2,)}
-    assert KafkaAssignment.client_position(Mock(prefetched=[message(NO_OFFSET, truncated)]), KafkaPartition(PLACE)) == 0
+    fetched = Mock(prefetched=[message(NO_OFFSET, truncated)])
+    assert KafkaAssignment.client_position(fetched, KafkaPartition(PLACE, {})) == 0

@@ -161,17 +161,13 @@ def test_every_setting_of_the_java_clients_is_taken_translated_or_refused(tmp_pa
     assert {name for name in listed if "." in name} - known == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("lingr.ms", "'linger.ms'"),
-        ("compresion.type", "'compression.type'"),
-        ("ssl.truststore.locations", "'ssl.truststore.location'"),
-        ("sasl.jaas.cfg", "'sasl.jaas.config'"),
-    ],
-)
+NEAREST = {"lingr.ms": "linger.ms", "compresion.type": "compression.type", "sasl.jaas.cfg": "sasl.jaas.config"}
+NEAREST |= {"ssl.truststore.locations": "ssl.truststore.location"}
+
+
+@pytest.mark.parametrize(("name", "nearest"), NEAREST.items())
 def test_an_unknown_setting_is_refused_with_the_nearest_known_one(name, nearest):
-    assert refusal({name: "1"}) == f"the Kafka client has no setting {name!r}; did you mean {nearest}?"
+    assert refusal({name: "1"}) == f"the Kafka client has no setting {name!r}; did you mean {nearest!r}?"
 
 
 HOLDS = {"enable.idempotence": True, "isolation.level": "read_committed", "request.required.acks": "all"}
@@ -300,36 +296,22 @@ def test_tls_settings_without_tls_are_refused(name):
 
 def pem(authority: Authority, password: str = "") -> dict[str, Any]:
     mine = authority.issue("client", password)
-    return {
-        "security.protocol": "SSL",
-        "ssl.ca.location": str(authority.certificate),
-        "ssl.certificate.location": str(mine.certificate),
-        "ssl.key.location": str(mine.key),
-        **({"ssl.key.password": password} if password else {}),
-    }
+    files = {"ca": authority.certificate, "certificate": mine.certificate, "key": mine.key}
+    sealed = {"ssl.key.password": password} if password else {}
+    return {**TLS, **{f"ssl.{name}.location": str(path) for name, path in files.items()}, **sealed}
 
 
 def as_java_files(authority: Authority) -> dict[str, Any]:
-    return {
-        "security.protocol": "SSL",
-        "ssl.truststore.type": "PEM",
-        "ssl.truststore.location": str(authority.certificate),
-        "ssl.keystore.type": "pem",
-        "ssl.keystore.location": str(authority.issue("client", SECRET).store),
-        "ssl.key.password": SECRET,
-    }
+    trust = {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(authority.certificate)}
+    store = str(authority.issue("client", SECRET).store)
+    return {**TLS, **trust, "ssl.keystore.type": "pem", "ssl.keystore.location": store, "ssl.key.password": SECRET}
 
 
 def as_java_text(authority: Authority) -> dict[str, Any]:
     mine = authority.issue("client")
-    return {
-        "security.protocol": "SSL",
-        "ssl.truststore.type": "PEM",
-        "ssl.truststore.certificates": authority.certificate.read_text(),
-        "ssl.keystore.type": "PEM",
-        "ssl.keystore.certificate.chain": mine.certificate.read_text(),
-        "ssl.keystore.key": mine.key.read_text(),
-    }
+    trust = {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": authority.certificate.read_text()}
+    store = {"ssl.keystore.type": "PEM", "ssl.keystore.certificate.chain": mine.certificate.read_text()}
+    return {**TLS, **trust, **store, "ssl.keystore.key": mine.key.read_text()}
 
 
 @pytest.mark.parametrize(
@@ -486,14 +468,9 @@ def test_a_login_that_is_not_whole_is_refused(told, named):
 
 
 def test_an_oauth_login_of_java_reaches_both_clients():
-    found = read(
-        {
-            **SASL,
-            ENDPOINT: "https://id.example/token",
-            HANDLER: "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
-            "sasl.jaas.config": f"{OAUTH} required clientId=app clientSecret='{SECRET}' scope='a b' extension_pool=x;",
-        }
-    )
+    handler = "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler"
+    line = f"{OAUTH} required clientId=app clientSecret='{SECRET}' scope='a b' extension_pool=x;"
+    found = read({**SASL, ENDPOINT: "https://id.example/token", HANDLER: handler, "sasl.jaas.config": line})
     assert found.client["sasl.oauthbearer.method"] == "oidc"
     assert found.client["sasl.oauthbearer.client.secret"] == SECRET
     assert (found.client["sasl.oauthbearer.scope"], found.client["sasl.oauthbearer.extensions"]) == ("a b", "pool=x")

@@ -30,7 +30,7 @@ from tests.kafka.kit import LONG, cluster_of, describe, plain_producer, requests
 from tests.kafka.test_admin import visible
 from txnbridge import Bridge
 from txnbridge.errors import AccessDenied, TxnBridgeError
-from txnbridge.spi import Deadline, Partition
+from txnbridge.spi import Deadline
 
 _numbers = count()
 _left: list[str] = []  # transactional ids of transactions that may still hang
@@ -64,23 +64,21 @@ class Still:
         assert producer.flush(LONG) == 0
         told = requests.describe([self.id], deadline)[self.id]
         self.pid, self.epoch = told.pid, told.epoch
-        member, offsets = GroupMembership(self.group, -1, "", None), {(self.source, 0): 2}
-        assert requests.acknowledge(self.id, self.pid, self.epoch, member, offsets, deadline).code == 0
+        offsets = offsets_of(GroupMembership(self.group, -1, "", None), {(self.source, 0): 2}, {}, {})
+        assert requests.acknowledge(self.id, self.pid, self.epoch, offsets, deadline).code == 0
         requests.end(self.id, self.pid, self.epoch, commit, deadline, bump_epoch=False)
         assert wait_until(lambda: describe(bridge, self.id)[self.id].state.startswith("Complete"), LONG)
         # What it has ended for its coordinator, and for nobody else:
         producer.produce(self.target, b"behind", partition=0)
         assert producer.flush(LONG) == 0
-        self._acknowledge(cluster_of(bridge), member, offsets, deadline)
+        self._acknowledge(cluster_of(bridge), offsets, deadline)
         del producer
 
-    def _acknowledge(
-        self, cluster: KafkaCluster, member: GroupMembership, offsets: Mapping[Partition, int], by: Deadline
-    ) -> None:
+    def _acknowledge(self, cluster: KafkaCluster, offsets: Mapping[str, Any], by: Deadline) -> None:
         def attempt(connections: Connections) -> Any:
             node = connections.group_coordinator(self.group)
             asked = {"transactional_id": self.id, "producer_id": self.pid, "producer_epoch": self.epoch}
-            return connections.send(node, TXN_OFFSET_COMMIT(**asked, **offsets_of(member, offsets, {})))
+            return connections.send(node, TXN_OFFSET_COMMIT(**asked, **offsets))
 
         with closing(RequestRunner(cluster.settings)) as runner:
             (topic,) = runner.repeat(by, "acknowledging", attempt).topics
@@ -128,8 +126,8 @@ def test_a_group_waits_for_a_transaction_that_has_not_ended(unverified, bridge, 
     write(producer, f"{name}-target", b"its own")
     requests, deadline = requests_of(bridge), Deadline(120)
     told = describe(bridge, name)[name]
-    member, offsets = GroupMembership(name, -1, "", None), {(name, 0): 1}
-    assert requests.acknowledge(name, told.pid, told.epoch, member, offsets, deadline).code == 0
+    offsets = offsets_of(GroupMembership(name, -1, "", None), {(name, 0): 1}, {}, {})
+    assert requests.acknowledge(name, told.pid, told.epoch, offsets, deadline).code == 0
     with bridge.consumer(name, name) as waits:
         eventually(lambda: (waits.poll(1, 0), len(looks) > 1)[-1], "it is looked at twice")
         assert looks[:2] == [[], []]

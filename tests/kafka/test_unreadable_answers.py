@@ -15,6 +15,7 @@ import pytest
 from txnbridge_kafka.client.connection import AttemptError, LoginRefusedError, login
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.messages import offsets_of
 from txnbridge_kafka.client.protocol_types import RetryLaterError
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
@@ -32,13 +33,12 @@ _KEYS = range(80)
 _VERSIONS = (
     struct.pack(">hB", 0, len(_KEYS) + 1) + b"".join(struct.pack(">hhhx", key, 0, 12) for key in _KEYS) + bytes(5)
 )
+MEMBER = GroupMembership("g", 1, "", None)
 ASKED: dict[str, Callable[[Requests, Deadline], object]] = {
     "describe": lambda requests, by: requests.describe(["id"], by),
     "end": lambda requests, by: requests.end("id", 1, 1, True, by),
     "fence": lambda requests, by: requests.fence("id", 1000, by),
-    "acknowledge": lambda requests, by: requests.acknowledge(
-        "id", 1, 1, GroupMembership("g", 1, "", None), {("t", 0): 1}, by
-    ),
+    "acknowledge": lambda requests, by: requests.acknowledge("id", 1, 1, offsets_of(MEMBER, {("t", 0): 1}, {}, {}), by),
     "offsets": lambda requests, by: requests.list_offsets({("t", 0): -1}, by),
     "positions": lambda requests, by: requests.positions("g", [("t", 0)], by, decided=True),
     "topics": lambda requests, by: requests.topic_ids(["t"], by),

@@ -7,6 +7,7 @@ import sys
 import threading
 import uuid
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 
 import pytest
 import sqlalchemy as sa
@@ -14,7 +15,7 @@ import sqlalchemy as sa
 import txnbridge
 from tests.core.decisions.test_ledger import LedgerBackend
 from tests.core.races import Through, race
-from tests.core.test_fork import in_child
+from tests.core.test_fork import in_child, outlive_parent
 from tests.failing import raising
 from tests.in_time import takes, within
 from tests.keeping import keeping
@@ -277,6 +278,22 @@ def test_a_free_thread_is_used_again_but_not_one_that_still_waits_nor_one_of_a_p
     assert run_within(Deadline(SOON), threading.get_ident) != thread
     said.set()
     assert in_child(lambda: run_within(Deadline(SOON), threading.get_ident)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_keeps_its_records_when_its_parent_closes_a_log_in_sqlites_wal_mode(tmp_path, open_logs):
+    def child():
+        log = open_logs(url).decision_log("app", Deadline(SOON))
+        yield
+        append(log, b"1")
+
+    url = f"sqlite:///{tmp_path}/log.db"
+    with closing(sqlite3.connect(f"{tmp_path}/log.db")) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    logs = open_logs(url)
+    logs.decision_log("app", Deadline(SOON))
+    assert outlive_parent(child, logs.close) == 0
+    assert [record for _, record in read(open_logs(url).decision_log("app", Deadline(SOON)))] == [b"1"]
 
 
 @pytest.mark.live

@@ -97,9 +97,8 @@ class Handler:
         kind = self._type(parameter.annotation, needed=True)
         if self.batch:
             if get_origin(kind) is not list or not get_args(kind):  # `typing.List` has an origin alone
-                raise InvalidOption(
-                    f"with batch=True the first parameter of {self.name} is a list, such as list[Order]"
-                )
+                text = f"with batch=True the first parameter of {self.name} is a list, such as list[Order]"
+                raise InvalidOption(text)
             (kind,) = get_args(kind)
         self.takes_message = _is_message(kind) or (kind in _UNKNOWN and parameter.name == "message")
         if self.takes_message:

@@ -66,10 +66,8 @@ class ResultPublisher:
         elif isinstance(value, Awaitable):
             raise UnfitResult(f"{self._name} returned an awaitable; the decorated function must be `async def`")
         elif self._to is None:
-            raise UnfitResult(
-                f"{self._name} returned {type(value).__name__}, but has no topic for it: give process() a to=, or"
-                " return Outgoing(topic, value)"
-            )
+            text = f"{self._name} returned {type(value).__name__}, but has no topic for it: give process() a to=, or"
+            raise UnfitResult(text + " return Outgoing(topic, value)")
         else:
             self._send_encoded(self._to, value, self._key(message, self._to), None, send)
 

@@ -122,7 +122,7 @@ class Connection:
             self.closed = True
 
     def check_open(self) -> None:
-        if self.closed or self.forked:
+        if self.closed:
             raise self.refusal()
 
     def refusal(self) -> InvalidState:
@@ -139,7 +139,7 @@ class Connection:
 
     def forget_parent(self) -> None:
         """Refuse all calls in a forked child, which must not use, close or garbage-collect the parent's broker."""
-        self.forked = True
+        self.forked = self.closed = True
         _parents.append(self._broker)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,13 +118,12 @@ class JsonLinesRecorder:
 
     def __init__(self, path: str | Path) -> None:
         # Unbuffered and in append mode: one write(2) for each line, so several processes may share the file.
+        # No lock: a thread that is not in a forked child, which has this listener too, might hold it there for ever.
         self._file = open(path, "ab", buffering=0)
-        self._lock = threading.RLock()  # reentrant, because a signal handler may run while it is held
 
     def __call__(self, event: Event) -> None:
         line = json.dumps({"v": self.VERSION, **asdict(event)}, separators=(",", ":"), default=str)
-        with self._lock:
-            self._file.write(line.encode() + b"\n")
+        self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()

@@ -50,6 +50,7 @@ class Service(ConnectionUser):
 
         Errors of the broker are logged and retried; raise any other error.
         """
+        self._connection.check_process()
         held: list[bool] = []
         try:
             if not Deadline(0).acquire(self._running, held):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -28,8 +29,20 @@ class StopNow(BaseException):
 
 @contextmanager
 def signals_handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
-    """Let a function handle these signals during the block; call this on the main thread."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Let a function handle these signals during the block; call this on the main thread.
+
+    A child that is forked in the block has the handlers from before: a program ends such children by SIGTERM.
+    """
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            handler(number, frame)
+        else:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

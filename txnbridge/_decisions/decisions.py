@@ -314,10 +314,8 @@ class Decisions:
         with self._engine.follower.following(self._deadline(timeout), may_create=False) as state:
             require_readable(state)
             if state.cursor is None:
-                raise NotFound(
-                    f"the decision log {self._name or ''!r} is empty, there is nothing to renew: check that its name"
-                    " (that of the application) and its place are right"
-                )
+                text = f"the decision log {self._name or ''!r} is empty, there is nothing to renew: check that its name"
+                raise NotFound(text + " (that of the application) and its place are right")
             if state.completeness.complete:
                 return None
             ids = state.remains()

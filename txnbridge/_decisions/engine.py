@@ -266,9 +266,8 @@ class Engine:
                         openings = state.tokens.openings if query.begin else state.ids.openings
                         raise fenced(openings.get(by.id) if by else None)
             except DeadlineExceeded as error:
-                raise OutcomeUnknown(
-                    f"a claim on {query.name} is stored, and this process has not seen whether it counts: {error}"
-                ) from error
+                text = f"a claim on {query.name} is stored, and this process has not seen whether it counts: {error}"
+                raise OutcomeUnknown(text) from error
         self.tidy_if_due(deadline)
         return decided
 
@@ -290,10 +289,8 @@ class Engine:
                 history = state.tokens.ack_histories.get((ack.group, ack.partition))
                 # Claims before the first record that this process has read are unknown to it.
                 if ack.read_up_to < state.start or (history and history.rival_behind(ack.read_up_to, transaction)):
-                    raise Conflict(
-                        f"another transaction acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for"
-                        f" group {ack.group!r} since this member read the group's position"
-                    )
+                    text = f"another transaction acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for"
+                    raise Conflict(text + f" group {ack.group!r} since this member read the group's position")
             # Only claims that are appended after the cursor and before this claim are not checked yet.
             ranges = tuple(AckRange(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
             return ClaimAcks(state.cursor[0], ranges)

@@ -350,9 +350,8 @@ class Follower:
             errors.BrokerUnavailable,
             errors.AccessDenied,
         ) as error:  # the right to read may be withdrawn after the append
-            raise errors.OutcomeUnknown(
-                "a record was stored in the decision log, but could not be read back"
-            ) from error
+            text = "a record was stored in the decision log, but could not be read back"
+            raise errors.OutcomeUnknown(text) from error
 
     def _store(self, record: LogRecord, deadline: Deadline, transaction: str | None) -> Position:
         """Append a record, and repeat until the log returns its position, up to which the caller then reads."""
@@ -378,7 +377,5 @@ class Follower:
             pause = min(2 * pause, _LONGEST_PAUSE)
         if not may_be_stored:
             raise failure
-        raise errors.OutcomeUnknown(
-            f"a {record.kind!r} record may or may not be in the decision log: no answer came within"
-            f" {deadline.seconds:g} s; ask again"
-        ) from failure
+        text = f"a {record.kind!r} record may or may not be in the decision log: no answer came within"
+        raise errors.OutcomeUnknown(text + f" {deadline.seconds:g} s; ask again") from failure

@@ -71,9 +71,8 @@ class LogLedger(Ledger):
         try:
             return self._engine.owned[path_of(self._id)]
         except KeyError:
-            raise InvalidState(
-                f"{self._id} was not opened by this process, which therefore cannot record anything for it"
-            ) from None
+            text = f"{self._id} was not opened by this process, which therefore cannot record anything for it"
+            raise InvalidState(text) from None
 
     def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
         path, begin = path_of(self._id), begin_of(log) or self._begin

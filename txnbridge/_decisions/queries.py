@@ -45,9 +45,8 @@ class Query:
                 raise InvalidState(f"{self.name} is marked done: its decision is carried out and no longer kept")
             if self.path in state.tokens.claims:
                 # A claim without `begin` would decide the token's transaction a second time.
-                raise InvalidOption(
-                    f"{self.name} is the id of a token: say where its evidence begins (begin=token.log)"
-                )
+                text = f"{self.name} is the id of a token: say where its evidence begins (begin=token.log)"
+                raise InvalidOption(text)
             return state.ids.claims.get(self.path)
         require_begin(state, self.begin)
         return state.tokens.claims.get(self.path, {}).get(self.begin)
@@ -61,10 +60,8 @@ def require_readable(state: LogState) -> None:
 def require_complete(state: LogState) -> None:
     if not state.completeness.complete:
         require_readable(state)
-        raise EvidenceLost(
-            f"this decision log proves nothing about ids without a token: {state.completeness.incomplete_because};"
-            " `txnbridge log renew` begins it anew, and forgets all of that"
-        )
+        text = f"this decision log proves nothing about ids without a token: {state.completeness.incomplete_because};"
+        raise EvidenceLost(text + " `txnbridge log renew` begins it anew, and forgets all of that")
 
 
 def require_begin(state: LogState, begin: EvidenceBegin) -> None:
@@ -76,10 +73,8 @@ def require_begin(state: LogState, begin: EvidenceBegin) -> None:
             f"the decision log ends at {list(state.cursor[0])}, before {list(begin.at)} where this token's evidence"
             f" begins: the broker answers from an old copy, or has lost records{_renewal(state)}"
         )
-    raise EvidenceLost(
-        f"the presence record at {list(begin.at)} where this token's evidence begins is not in the decision log: it"
-        f" was trimmed, or the log was truncated or recreated{_renewal(state)}"
-    )
+    text = f"the presence record at {list(begin.at)} where this token's evidence begins is not in the decision log: it"
+    raise EvidenceLost(text + f" was trimmed, or the log was truncated or recreated{_renewal(state)}")
 
 
 def _renewal(state: LogState) -> str:

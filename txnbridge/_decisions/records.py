@@ -258,10 +258,8 @@ def encode(record: LogRecord) -> bytes:
     if payload is not None:
         raw += b"\n" + payload
     if len(raw) > MAX_RECORD_BYTES:
-        raise InvalidOption(
-            f"this {record.kind!r} record of a decision log takes {len(raw)} bytes, more than {MAX_RECORD_BYTES}:"
-            " shorten its data"
-        )
+        text = f"this {record.kind!r} record of a decision log takes {len(raw)} bytes, more than {MAX_RECORD_BYTES}:"
+        raise InvalidOption(text + " shorten its data")
     try:
         decode(raw)  # a record that cannot be read back would stop every process that reads the log
     except UnreadableRecord as error:

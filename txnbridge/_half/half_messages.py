@@ -137,10 +137,8 @@ class HalfTransaction(ConnectionUser):
             return
         answered = f"check answered {'ABORT' if decision is Decision.COMMIT else 'COMMIT'} before execute had ended"
         if decision is Decision.COMMIT:
-            raise errors.TransactionAborted(
-                f"transaction {self._id} was aborted although its work is done: {answered}. Whatever answers ABORT"
-                " has to make sure that the work can no longer be done"
-            )
+            text = f"transaction {self._id} was aborted although its work is done: {answered}. Whatever answers ABORT"
+            raise errors.TransactionAborted(text + " has to make sure that the work can no longer be done")
         raise errors.InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
 
     def _stored(self) -> Half | None:

@@ -179,11 +179,8 @@ class Resolver(Service):
         except Abort:
             return Decision.ABORT
         except Exception as error:
-            _log.warning(
-                "check failed for half-message transaction %s (%s); it will be called again",
-                half.transaction,
-                handler_location(error, __file__),
-            )
+            text = "check failed for half-message transaction %s (%s); it will be called again"
+            _log.warning(text, half.transaction, handler_location(error, __file__))
             with self._changed:
                 self._stats = self._stats._replace(failed=self._stats.failed + 1)
             return Decision.UNDECIDED
@@ -195,25 +192,17 @@ class Resolver(Service):
     def _note_end(self, half: Half, outcome: Outcome) -> None:
         """Count a check-back that was answered, after the broker has recorded the half's outcome."""
         with self._changed:
-            before = self._stats
-            self._stats = before._replace(
-                checks=before.checks + 1,
-                committed=before.committed + (outcome is Outcome.COMMITTED),
-                aborted=before.aborted + (outcome is Outcome.ABORTED),
-            )
+            checks, committed, aborted, failed = self._stats
+            committed, aborted = committed + (outcome is Outcome.COMMITTED), aborted + (outcome is Outcome.ABORTED)
+            self._stats = ResolverStats(checks + 1, committed, aborted, failed)
 
     def _free_places(self) -> int:
         with self._changed:
             for thread, (transaction, since) in self._asking.items():
                 if thread not in self._late and time.monotonic() - since > self._check_timeout:
                     self._late.add(thread)
-                    _log.warning(
-                        "check has run for half-message transaction %s for more than %g s, and occupies one of %d"
-                        " threads",
-                        transaction,
-                        self._check_timeout,
-                        self._parallel,
-                    )
+                    text = "check has run for half-message transaction %s for more than %g s, and occupies one of %d"
+                    _log.warning(text + " threads", transaction, self._check_timeout, self._parallel)
             return self._parallel - len(self._asking)
 
     def _wait_for_checks(self) -> None:

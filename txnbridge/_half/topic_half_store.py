@@ -84,9 +84,8 @@ class LaneStore(HalfStore):
             if rules.keyed and message.key is None:
                 raise InvalidOption(f"topic {message.topic!r} is compacted, so each of its messages needs a key")
             if rules.message_bytes is not None and (size := _size(message)) > rules.message_bytes:
-                raise InvalidOption(
-                    f"a message of {size} bytes for topic {message.topic!r}, which takes {rules.message_bytes}"
-                )
+                text = f"a message of {size} bytes for topic {message.topic!r}, which takes {rules.message_bytes}"
+                raise InvalidOption(text)
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         return self.group(half.group).end(half, decision, deadline)

@@ -182,7 +182,6 @@ def _poison_classes(given: ExceptionClasses) -> tuple[type[Exception], ...]:
     classes = _exception_classes("poison", given)
     for kind in classes:
         if issubclass(kind, errors.TxnBridgeError) and not issubclass(kind, errors.UsageError):
-            raise errors.InvalidOption(
-                f"{kind.__name__} is a broker's error, which is never the message's fault: not poison"
-            )
+            text = f"{kind.__name__} is a broker's error, which is never the message's fault: not poison"
+            raise errors.InvalidOption(text)
     return classes

@@ -920,6 +920,5 @@ def _check_takes_two(setting: str, handler: Any) -> None:
         signature.bind(None, None)
     except TypeError as error:
         what = "message" if setting == "each" else "batch"
-        raise errors.InvalidOption(
-            f"{setting}= is called as f({what}, txn), which this one does not take: {error}"
-        ) from None
+        text = f"{setting}= is called as f({what}, txn), which this one does not take: {error}"
+        raise errors.InvalidOption(text) from None

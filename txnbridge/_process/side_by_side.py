@@ -210,7 +210,5 @@ def check_side_by_side(concurrency: Any, order: Any, plain: bool) -> None:
     if order not in ORDERS:
         raise InvalidOption(f"order= is 'key', 'partition' or 'none', not {order!r}")
     if concurrency > 1 and not plain:
-        raise InvalidOption(
-            "concurrency= is for each=, without db=: a batch is one call, and a database's transaction takes one"
-            " statement at a time"
-        )
+        text = "concurrency= is for each=, without db=: a batch is one call, and a database's transaction takes one"
+        raise InvalidOption(text + " statement at a time")

@@ -180,10 +180,8 @@ class Deliveries:
                 self._most = len(self._fetched) + len(self._set_aside) + sum(map(len, self.assignments.values()))
             room = limit - self._most
         if room <= 0:
-            raise InvalidState(
-                f"{limit} messages were delivered to group {self._group!r} and not acknowledged; acknowledge them"
-                " in transactions, or read without a group"
-            )
+            text = f"{limit} messages were delivered to group {self._group!r} and not acknowledged; acknowledge them"
+            raise InvalidState(text + " in transactions, or read without a group")
         return min(room, wanted)
 
     def fetch(self, messages: list[Message]) -> None:
@@ -553,12 +551,10 @@ def _check_positions(transaction: Holder, assignment: Assignment, positions: lis
     for position in positions:
         if position not in out:
             if position in assignment.held.get(transaction.id, ()):
-                raise InvalidState(
-                    f"the message at {topic}[{number}] {position} is acknowledged in this transaction already"
-                )
-            raise InvalidState(
-                f"the message at {topic}[{number}] {position} is acknowledged already, or given back and comes again"
-            )
+                text = f"the message at {topic}[{number}] {position} is acknowledged in this transaction already"
+                raise InvalidState(text)
+            text = f"the message at {topic}[{number}] {position} is acknowledged already, or given back and comes again"
+            raise InvalidState(text)
     if len(set(positions)) != len(positions):
         raise InvalidState(f"a message of {topic}[{number}] is in this acknowledgement twice")
     if not assignment.deliveries.individual:

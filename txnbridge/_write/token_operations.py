@@ -51,10 +51,8 @@ class Outcomes:
         connection = self._connection
         parsed = self._check(token)
         if not parsed.prepared:
-            raise errors.InvalidState(
-                f"transaction {parsed.transaction} was never prepared, so its token is only for status(): no other"
-                " process can end this transaction"
-            )
+            text = f"transaction {parsed.transaction} was never prepared, so its token is only for status(): no other"
+            raise errors.InvalidState(text + " process can end this transaction")
         connection.capabilities.require(Capability.RESOLVE_ANYWHERE)
         decision = "commit" if commit else "abort"
         with connection.call(), connection.events.step("resolve", parsed.transaction, decision=decision) as found:
@@ -113,11 +111,9 @@ class Outcomes:
         connection.check_open()
         parsed = Token.parse(token)
         if parsed.broker != connection.backend:
-            raise errors.InvalidToken(
-                f"this token belongs to a {parsed.broker} broker; this bridge speaks to {connection.backend}"
-            )
+            text = f"this token belongs to a {parsed.broker} broker; this bridge speaks to {connection.backend}"
+            raise errors.InvalidToken(text)
         if parsed.cluster != connection.broker.cluster:
-            raise errors.InvalidToken(
-                f"this token belongs to cluster {parsed.cluster}; this bridge speaks to {connection.broker.cluster}"
-            )
+            text = f"this token belongs to cluster {parsed.cluster}; this bridge speaks to {connection.broker.cluster}"
+            raise errors.InvalidToken(text)
         return parsed

@@ -417,9 +417,10 @@ class Transaction(ConnectionUser):
         try:
             self._end_block(error)
         except BaseException as failure:
-            if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
-                self._end_block(failure)
-            raise
+            if error is None or not self._connection.forked:  # in a forked child, `sys.exit` ends the program
+                if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
+                    self._end_block(failure)
+                raise
         return isinstance(error, errors.Abort)
 
     @_one_call("the end of the block")
@@ -440,9 +441,8 @@ class Transaction(ConnectionUser):
             self._end_by_asking(self._abort)
             if isinstance(cause, errors.TransactionAborted | errors.Fenced):
                 raise cause
-            raise errors.TransactionAborted(
-                f"transaction {self.id} was aborted because part of it failed ({self._why_failed()})"
-            ) from cause
+            text = f"transaction {self.id} was aborted because part of it failed ({self._why_failed()})"
+            raise errors.TransactionAborted(text) from cause
         self._end_by_asking(self._do_prepare if self._prepare else self._commit)
 
     def _abort_after(self, error: BaseException) -> None:
@@ -608,9 +608,8 @@ class Transaction(ConnectionUser):
         self._connection.check_process()
         if self._connection.closed:
             return errors.InvalidState(f"{call} on transaction {self.id}, whose bridge is closed")
-        return errors.InvalidState(
-            f"{call} on transaction {self.id} while another call on it runs: one thread at a time"
-        )
+        text = f"{call} on transaction {self.id} while another call on it runs: one thread at a time"
+        return errors.InvalidState(text)
 
     def _refusal(self, call: str, needed: str = "open") -> errors.TxnBridgeError:
         self._connection.check_process()

@@ -129,10 +129,8 @@ class Writers:
             if entered:
                 return
             if deadline.expired:
-                raise DeadlineExceeded(
-                    f"all {self._size} writers of this bridge had open transactions for {deadline.seconds:g} s;"
-                    " end them sooner or connect(…, writers=…) with more"
-                )
+                text = f"all {self._size} writers of this bridge had open transactions for {deadline.seconds:g} s;"
+                raise DeadlineExceeded(text + " end them sooner or connect(…, writers=…) with more")
 
     def _give_back(self, taken: TakenWriter, sound: bool, began: bool) -> None:
         """Return a writer to the pool, or close it if it was for preparing or the pool is closed; release the place."""

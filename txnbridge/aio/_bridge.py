@@ -155,10 +155,8 @@ class Bridge(ClosedByBlock):
         async with self._waiting.one(seconds) as taken:
             waited = time.monotonic() - began_at
             if not taken:
-                raise DeadlineExceeded(
-                    f"other tasks waited for the writers of this bridge, or used them, for {seconds:g} s; end"
-                    " transactions sooner or connect(…, writers=…) with more"
-                )
+                text = f"other tasks waited for the writers of this bridge, or used them, for {seconds:g} s; end"
+                raise DeadlineExceeded(text + " transactions sooner or connect(…, writers=…) with more")
             if waited > 0.001:  # the time limit of a transaction begins with this call
                 timeout = max(seconds - waited, 0.001)
             begin = partial(self._sync._begin, timeout, prepare, hold, fingerprint, group_commit)

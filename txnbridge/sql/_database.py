@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -96,6 +97,8 @@ class Database:
         in_memory = engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:")
         if isinstance(engine.pool, StaticPool) or (self._owned and in_memory):
             raise errors.InvalidOption(_not_outliving(what))
+        if self._owned and engine.dialect.name == "sqlite":
+            _close_parents(engine)
 
     def __repr__(self) -> str:
         return self.engine.url.render_as_string(hide_password=True)
@@ -245,6 +248,21 @@ class DatabaseThread:
             self.work.get()()
 
 
+_engines: WeakSet[sa.Engine] = WeakSet()  # those for SQLite that this module has made
+_engines_of_parents: list[sa.Engine] = []
+
+
+def _close_parents(engine: sa.Engine) -> None:
+    """Close connections of the parent process, beside which SQLite gives a child no locks of its own on the file."""
+    for parents in [each for each in _engines_of_parents if each.url.database == engine.url.database]:
+        if getattr(parents.pool, "checkedout", int)():
+            text = "this process was forked during a call on an SQLite file, so SQLite cannot open the file here: fork"
+            raise errors.InvalidState(text + " while no bridge uses the file, or spawn the process")
+        parents.dispose()
+    _engines.add(engine)
+
+
+os.register_at_fork(after_in_child=lambda: _engines_of_parents.extend(_engines))
 _of_parents: list[object] = []  # what refers to transactions of the parent process
 os.register_at_fork(after_in_child=DatabaseThread.idle.clear)  # their threads exist in the parent only
 
@@ -315,10 +333,8 @@ def _make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: st
         if not _is_denied(error):
             raise
         told = ";".join(str(each.compile(dialect=connection.dialect)).rstrip() for each in statements)
-        raise errors.AccessDenied(
-            f"{what} needs tables that this user may not make. Make them, and grant select, insert, update and"
-            f" delete on them:{told}"
-        ) from own(error)
+        text = f"{what} needs tables that this user may not make. Make them, and grant select, insert, update and"
+        raise errors.AccessDenied(text + f" delete on them:{told}") from own(error)
 
 
 def insert_missing(connection: sa.Connection, table: sa.Table, **row: object) -> None:

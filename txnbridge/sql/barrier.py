@@ -294,10 +294,8 @@ def _bound(db: SessionOrEngine) -> tuple[sa.Engine, orm.Session | None, bool]:
         return db, None, True
     session = db() if isinstance(db, orm.sessionmaker | orm.scoped_session) else db
     if not isinstance(session, orm.Session):
-        raise errors.InvalidOption(
-            "db= is an Engine, a Session, a sessionmaker or an AsyncSession's `sync_session` of SQLAlchemy, not"
-            f" {type(db).__name__}"
-        )
+        text = "db= is an Engine, a Session, a sessionmaker or an AsyncSession's `sync_session` of SQLAlchemy, not"
+        raise errors.InvalidOption(text + f" {type(db).__name__}")
     try:
         engine = session.get_bind()
     except exc.UnboundExecutionError:
@@ -360,9 +358,8 @@ class BarrierTransaction(HalfTransaction):
         if self._db is not None:
             raise errors.InvalidState(f"the block of transaction {self._id} has begun already")
         if self._session is not None and self._session.in_transaction():
-            raise errors.InvalidState(
-                "db= takes a session that is in no transaction: commit it before, or pass a sessionmaker"
-            )
+            text = "db= takes a session that is in no transaction: commit it before, or pass a sessionmaker"
+            raise errors.InvalidState(text)
         database, commit = self._barrier.database, Commit()
         try:
             database.run(f"beginning a transaction in {_WHAT}", lambda: self._begin(commit), self._deadline, commit)
@@ -522,9 +519,8 @@ class BarrierTransaction(HalfTransaction):
             _log.warning("%s", error)
             return wanted
         if outcome is not wanted and not (self._settled and wanted is Outcome.ABORTED):
-            raise errors.InvalidState(
-                f"the database has {wanted.value} transaction {self._id}; its messages were ended by hand"
-            )
+            text = f"the database has {wanted.value} transaction {self._id}; its messages were ended by hand"
+            raise errors.InvalidState(text)
         if outcome is Outcome.COMMITTED:
             self._resolver.forget(self._id)
         return outcome

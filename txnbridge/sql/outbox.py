@@ -204,10 +204,8 @@ def _end_transaction(session: orm.Session, transaction: orm.SessionTransaction) 
 
 def _refuse_commit(session: orm.Session) -> None:
     if _PendingRow in session.info:
-        raise InvalidState(
-            "the session was told to forget a message of an outbox (expunge) before it was flushed, so it does not"
-            " commit: flush before, or send inside run_sync"
-        )
+        text = "the session was told to forget a message of an outbox (expunge) before it was flushed, so it does not"
+        raise InvalidState(text + " commit: flush before, or send inside run_sync")
 
 
 _LISTENERS: dict[str, Any] = {

@@ -14,6 +14,8 @@ import sqlite3
 import time
 from pathlib import Path
 
+from txnbridge_embedded.client.store import FileConnection
+
 # The first pause after the write-ahead log was written, for quick commits.
 _FIRST_PAUSE = 0.001
 # Later pauses are this share of the time since the write. So the delay is at most this share of the commit's duration,
@@ -28,8 +30,8 @@ _IN_MODIFY = 2  # <sys/inotify.h>
 class ChangeNotification:
     """Waits for commits into the file by connections other than the reader's own."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
-        self._cursor = connection.cursor()
+    def __init__(self, connection: FileConnection, path: Path) -> None:
+        self._connection, self._cursor = connection, connection.cursor()
         self._seen: object = None
         self._written_at = 0.0
         self._log = _WalWatch(f"{path}-wal")
@@ -53,7 +55,8 @@ class ChangeNotification:
 
     def _version(self) -> object:
         try:
-            return self._cursor.execute("PRAGMA data_version").fetchone()
+            with self._connection.in_use():
+                return self._cursor.execute("PRAGMA data_version").fetchone()
         except sqlite3.OperationalError:
             # The file is being recovered, which is a change. A permanent error is raised by the reader's next query.
             return None

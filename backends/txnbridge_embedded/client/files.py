@@ -20,10 +20,8 @@ _NETWORK = {
 
 def check_sqlite(version: tuple[int, ...] = sqlite3.sqlite_version_info) -> None:
     if version < OLDEST_SQLITE:
-        raise BackendMissing(
-            f"the embedded broker needs SQLite {'.'.join(map(str, OLDEST_SQLITE))}; this Python has "
-            f"{'.'.join(map(str, version))}: install a newer Python"
-        )
+        text = f"the embedded broker needs SQLite {'.'.join(map(str, OLDEST_SQLITE))}; this Python has "
+        raise BackendMissing(text + f"{'.'.join(map(str, version))}: install a newer Python")
 
 
 def check_path(path: Path, create: bool) -> None:
@@ -93,9 +91,8 @@ def check_header(connection: sqlite3.Connection, path: Path) -> int:
     if application != APPLICATION_ID:
         raise InvalidOption(f"{path} is a database of another program; name another file")
     if version > VERSION:
-        raise InvalidOption(
-            f"{path} was written by a newer txnbridge (schema {version}, and this one reads {VERSION}); upgrade"
-        )
+        text = f"{path} was written by a newer txnbridge (schema {version}, and this one reads {VERSION}); upgrade"
+        raise InvalidOption(text)
     if version < VERSION:
         raise InvalidOption(f"{path} has schema {version}, which no released txnbridge wrote; restore a copy")
     return int(version)

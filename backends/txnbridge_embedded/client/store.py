@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from txnbridge import errors
 from txnbridge.spi import Deadline, Emitter, FairSemaphore
@@ -56,10 +58,13 @@ class FileConnection(sqlite3.Connection):
 
     queue_lock = -1  # a descriptor of the queue's lock file, for flock
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
         self._guard = threading.Lock()  # guards the two flags
-        self._used = self._closing = False
-        super().__init__(*given, **options)
+        self._used, self._closing = True, False
+        _connections.add(self)  # now, because another thread may fork while it is opened
+        super().__init__(path, **options)
+        self._used = False
 
     def enter(self) -> None:
         """Mark the connection as in use. Raise `InvalidState` if it was closed."""
@@ -75,6 +80,15 @@ class FileConnection(sqlite3.Connection):
             if self._closing:
                 self._close_now()
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Mark the connection as in use during the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
     def close(self) -> None:
         with self._guard:
             self._closing = True
@@ -86,6 +100,33 @@ class FileConnection(sqlite3.Connection):
         if queue_lock >= 0:
             os.close(queue_lock)
         super().close()
+
+    def keep_as_parents(self) -> None:
+        """In the child of a fork, keep the connection from being freed, also at the interpreter's exit."""
+        self._used |= self._guard.locked()
+        self._guard = threading.Lock()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        _parents.append(self)
+
+    def close_parents(self) -> None:
+        """Close this connection of the parent process. Raise `InvalidState` if it was in use at the fork."""
+        if self._used:
+            text = f"this process was forked during a call on {self.path}, so SQLite cannot open the file here: fork"
+            raise errors.InvalidState(text + " while no bridge to it is in use, or spawn the process")
+        self.close()
+
+
+_connections: WeakSet[FileConnection] = WeakSet()  # of this process
+_parents: list[FileConnection] = []  # those of them that this process has by a fork
+
+
+def _after_fork() -> None:
+    _parents.clear()
+    for connection in list(_connections):
+        connection.keep_as_parents()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -191,6 +232,10 @@ class Store:
         return connection
 
     def _connect(self) -> FileConnection:
+        # SQLite notes which locks its process has on a file, but a fork copies these notes without the locks. Beside a
+        # parent's connection, a new one would have none, and the last other process that closes would delete its log.
+        for inherited in [each for each in _parents if each.path == self.path]:
+            inherited.close_parents()
         try:
             return sqlite3.connect(
                 self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=FileConnection
@@ -241,10 +286,8 @@ class Store:
         try:
             try:
                 if not place.enter(deadline):
-                    raise errors.DeadlineExceeded(
-                        f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
-                        f" {self.path}"
-                    )
+                    text = f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
+                    raise errors.DeadlineExceeded(text + f" {self.path}")
                 self._begin(connection, deadline, what)
                 yield connection
             except (sqlite3.Error, UnicodeEncodeError) as error:
@@ -314,10 +357,8 @@ class Store:
                 if code_of(error) not in (_BUSY, _LOCKED, _PROTOCOL):  # then no other connection has a lock
                     raise
                 if deadline.expired:
-                    raise errors.DeadlineExceeded(
-                        f"{what} waited {deadline.seconds:g} s for {self.path}, which another process keeps locked; "
-                        f"`fuser {self.path}` shows which"
-                    ) from error
+                    text = f"{what} waited {deadline.seconds:g} s for {self.path}, which another process keeps locked; "
+                    raise errors.DeadlineExceeded(text + f"`fuser {self.path}` shows which") from error
             time.sleep(pause)
 
     def _commit(self, connection: FileConnection, what: str) -> None:
@@ -344,15 +385,10 @@ class Store:
         if keeper is None:  # another thread has closed the store meanwhile
             return
         try:
-            keeper.enter()
-        except errors.InvalidState:
-            return
-        try:
-            keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            with suppress(errors.InvalidState), keeper.in_use():
+                keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:  # such as a full disk: the data stay in the log, and the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
-        finally:
-            keeper.leave()
 
     # --- topics ----------------------------------------------------------------------------------------------------
 

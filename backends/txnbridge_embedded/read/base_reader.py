@@ -160,10 +160,11 @@ class PollingReader(Reader):
         into: list[Found] = []
         room = POLL_BYTES
         try:
-            for cursor in self._rotated(self._cursors.values()):
-                while limit > 0 and room > 0 and cursor.ready:
-                    count, size = cursor.take(self._connection, limit, room, convert, into)
-                    limit, room = limit - count, room - size
+            with self._connection.in_use():
+                for cursor in self._rotated(self._cursors.values()):
+                    while limit > 0 and room > 0 and cursor.ready:
+                        count, size = cursor.take(self._connection, limit, room, convert, into)
+                        limit, room = limit - count, room - size
         except (errors.PositionLost, errors.StorageFailed, sqlite3.Error) as error:
             # Messages that were read before are returned first. The next poll raises the error again.
             if not into:
@@ -232,10 +233,8 @@ class PollingReader(Reader):
             raise position_lost("the position to seek", cursor.partition, offset, kept)
         if offset > end:
             topic, number = cursor.partition
-            raise errors.PositionLost(
-                f"{topic}[{number}] ends at {end}, before the position to seek, {offset}: the topic was"
-                " recreated, or the file is a restored copy"
-            )
+            text = f"{topic}[{number}] ends at {end}, before the position to seek, {offset}: the topic was"
+            raise errors.PositionLost(text + " recreated, or the file is a restored copy")
         return int(kept)
 
     def pause(self, partitions: Sequence[Partition]) -> None:
@@ -249,9 +248,8 @@ class PollingReader(Reader):
     def _cursor(self, partition: Partition) -> Cursor:
         if partition not in self._cursors:
             topic, number = partition
-            raise errors.InvalidState(
-                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
-            )
+            text = f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
+            raise errors.InvalidState(text)
         return self._cursors[partition]
 
     def _reading(self, deadline: Deadline) -> AbstractContextManager[FileConnection]:

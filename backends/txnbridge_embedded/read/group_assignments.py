@@ -58,9 +58,8 @@ def find_or_create_group(connection: sqlite3.Connection, name: str, sharing: str
     connection.execute("INSERT INTO groups(name, sharing) VALUES (?, ?) ON CONFLICT DO NOTHING", (name, sharing))
     group_id, made_with = connection.execute("SELECT id, sharing FROM groups WHERE name = ?", (name,)).fetchone()
     if made_with != sharing:
-        raise InvalidOption(
-            f"group {name!r} was created with sharing={made_with!r}, which cannot change; use that, or another group"
-        )
+        text = f"group {name!r} was created with sharing={made_with!r}, which cannot change; use that, or another group"
+        raise InvalidOption(text)
     return int(group_id)
 
 

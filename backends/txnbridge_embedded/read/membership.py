@@ -83,11 +83,8 @@ class GroupReader(PollingReader):
 
     def _lose(self, partitions: Sequence[Partition]) -> None:
         if partitions:
-            _log.info(
-                "group %r: lost %s: this member did not release it, or did not renew its lease, in time",
-                self._group,
-                as_text(partitions),
-            )
+            text = "group %r: lost %s: this member did not release it, or did not renew its lease, in time"
+            _log.info(text, self._group, as_text(partitions))
         super()._lose(partitions)
 
     def _forget(self, partitions: Iterable[Partition]) -> None:

@@ -67,7 +67,8 @@ class SharedReader(GroupReader):
                 }
         else:
             self._lease_more(limit, deadline)
-        found = [message for cursor, leased in self._leased.items() for message in self._read(cursor, leased)]
+        with self._connection.in_use():
+            found = [message for cursor, leased in self._leased.items() for message in self._read(cursor, leased)]
         self._leased = {}
         return found
 

@@ -127,10 +127,8 @@ class StagedMessages:
         packed = pack(headers) if headers else None
         size = (len(value) if value else 0) + (len(key) if key else 0) + (len(packed) if packed else 0)
         if size > self._max_bytes:
-            raise InvalidOption(
-                f"a message for {topic} has {size} bytes with its key and headers; this broker accepts"
-                f" {self._max_bytes} (option max_message_bytes)"
-            )
+            text = f"a message for {topic} has {size} bytes with its key and headers; this broker accepts"
+            raise InvalidOption(text + f" {self._max_bytes} (option max_message_bytes)")
         rows.add(value, key, packed, timestamp)
         rows.size += size
         self.count += 1

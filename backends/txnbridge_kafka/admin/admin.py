@@ -187,10 +187,9 @@ class KafkaAdmin(Admin):
         else:
             token = token_of(prepared.entry, cluster)
             transaction, messages = token.transaction, token.messages
-        open_state = "open" if prepared is None else "prepared"
         return OpenTransaction(
             transaction=transaction,
-            state=open_state if last.state == OPEN else "ending",
+            state="ending" if last.state != OPEN else "open" if prepared is None else "prepared",
             owner=last.id,
             since=last.start,
             expires_at=None if last.start is None else last.start + last.timeout,

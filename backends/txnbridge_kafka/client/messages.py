@@ -27,16 +27,24 @@ def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partiti
     return wire.LIST_OFFSETS(replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics)
 
 
+def leader_epochs_request(partitions: Iterable[Partition], epochs: Mapping[Partition, int]) -> wire.Request:
+    topics = _topics(partitions, lambda each: {"current_leader_epoch": -1, "leader_epoch": epochs[each]})
+    return wire.OFFSET_FOR_LEADER_EPOCH(replica_id=-1, topics=topics)
+
+
 def offsets_of(
-    member: GroupMembership, offsets: Mapping[Partition, int], topic_ids: Mapping[Partition, str]
+    member: GroupMembership,
+    offsets: Mapping[Partition, int],
+    topic_ids: Mapping[Partition, str | None],
+    epochs: Mapping[Partition, int],
 ) -> dict[str, Any]:
     """Return the fields with which a member of a group commits offsets, in a transaction or not."""
     topics = _topics(
         offsets,
         lambda each: {
             "committed_offset": offsets[each],
-            "committed_leader_epoch": -1,
-            "committed_metadata": f"{_TOPIC_ID}{topic_ids[each]}" if each in topic_ids else "",
+            "committed_leader_epoch": epochs.get(each, -1),
+            "committed_metadata": f"{_TOPIC_ID}{topic_ids[each]}" if topic_ids.get(each) else "",
         },
     )
     return {
@@ -60,7 +68,8 @@ def committed_offset(partition: Any) -> CommittedOffset | None:
         return None
     metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka also stores its C string's final zero
     known = metadata.removeprefix(_TOPIC_ID) if metadata.startswith(_TOPIC_ID) else None
-    return CommittedOffset(partition.committed_offset, known)
+    epoch = partition.committed_leader_epoch
+    return CommittedOffset(partition.committed_offset, known, None if epoch < 0 else epoch)
 
 
 def markers_request(

@@ -58,6 +58,7 @@ ACK_RETRY_CODES = {*COORDINATOR_RETRY_CODES, 3, 7}
 NO_LEADER = {5, 6}
 UNKNOWN_TOPIC, UNKNOWN_TOPIC_ID, TIMED_OUT, INVALID_PARTITIONS, NOT_CONTROLLER = 3, 100, 7, 37, 41
 DENIED = {29, 30, 31, 53}
+NO_MEMBER = {25, 82}  # the group does not have the member: the broker refuses its requests
 _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 
 
@@ -105,10 +106,11 @@ class OffsetCommitResult:
 
 @dataclass(frozen=True)
 class CommittedOffset:
-    """A group's committed offset in a partition, and the id that the topic had at the time of the commit, if known."""
+    """A group's committed offset in a partition, with its leader epoch and the topic's id at the commit, if known."""
 
     at: int
     topic_id: str | None
+    epoch: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,29 +11,12 @@ from typing import Any
 from txnbridge.errors import OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client import messages, wire
+from txnbridge_kafka.client import protocol_types as codes
 from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import (
-    ACK_RETRY_CODES,
-    BROKER,
-    COORDINATOR_RETRY_CODES,
-    DENIED,
-    DONE,
-    EARLIEST,
-    END_TXN_CODES,
-    INVALID_PARTITIONS,
-    LATEST,
-    LEADER_RETRY_CODES,
-    NO_LEADER,
-    NOT_CARRIED_OUT,
-    NOT_CONTROLLER,
-    TIMED_OUT,
-    TRANSACTIONAL_ID_NOT_FOUND,
-    UNKNOWN_TOPIC,
-    UNKNOWN_TOPIC_ID,
-    UNSTABLE_OFFSET,
     ActiveProducer,
     CommittedOffset,
     EndTxnResult,
@@ -70,12 +53,12 @@ class Requests:
             for node, keys in connections.coordinators(list(left)).items():
                 answer = connections.send(node, wire.DESCRIBE_TRANSACTIONS(transactional_ids=keys))
                 for each in answer.transaction_states:
-                    if each.error_code in COORDINATOR_RETRY_CODES:
+                    if each.error_code in codes.COORDINATOR_RETRY_CODES:
                         continue
                     del left[each.transactional_id]
-                    if each.error_code == DONE:
+                    if each.error_code == codes.DONE:
                         described[each.transactional_id] = messages.transaction_description(each)
-                    elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
+                    elif each.error_code != codes.TRANSACTIONAL_ID_NOT_FOUND:
                         raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
             if left:
                 raise RetryLaterError(f"the coordinator of {next(iter(left))!r} is moving")
@@ -87,9 +70,8 @@ class Requests:
         """Return a new connection to a transactional id's coordinator, which is never re-established."""
 
         def attempt(connections: Connections) -> CoordinatorSession:
-            session = CoordinatorSession(
-                id, connections, connections.connect(connections.coordinator(id)), self._runner.give_back
-            )
+            connection = connections.connect(connections.coordinator(id))
+            session = CoordinatorSession(id, connections, connection, self._runner.give_back)
             session.first_description = session.describe(connections)
             return session
 
@@ -119,11 +101,11 @@ class Requests:
             connections.connect(node)
             before, asked = asked, True
             answer = connections.send(node, request)
-            if answer.error_code in NOT_CARRIED_OUT or answer.error_code in DENIED:
+            if answer.error_code in codes.NOT_CARRIED_OUT or answer.error_code in codes.DENIED:
                 asked = before  # this copy of the request was refused and will never be carried out
-            if answer.error_code in DENIED:
+            if answer.error_code in codes.DENIED:
                 raise refused(answer.error_code, what)
-            if answer.error_code not in END_TXN_CODES:
+            if answer.error_code not in codes.END_TXN_CODES:
                 raise RetryLaterError(f"the coordinator answered {error_name(answer.error_code)}")
             return messages.end_txn_result(answer, pid, epoch, only_once=not before)
 
@@ -139,12 +121,10 @@ class Requests:
 
         Return the new producer id and epoch.
         """
-        what = f"opening the transactional id {id!r}"
+        what, fields = f"opening the transactional id {id!r}", {"producer_id": -1, "producer_epoch": -1}
+        request = wire.INIT_PRODUCER_ID(transactional_id=id, transaction_timeout_ms=timeout_ms, **fields)
 
         def attempt(connections: Connections) -> tuple[int, int]:
-            request = wire.INIT_PRODUCER_ID(
-                transactional_id=id, transaction_timeout_ms=timeout_ms, producer_id=-1, producer_epoch=-1
-            )
             answer = connections.send(connections.coordinator(id), request)
             check(answer.error_code, what)
             return answer.producer_id, answer.producer_epoch
@@ -165,20 +145,12 @@ class Requests:
         self._runner.repeat(deadline, what, attempt)
 
     def acknowledge(
-        self,
-        id: str,
-        pid: int,
-        epoch: int,
-        member: GroupMembership,
-        offsets: Mapping[Partition, int],
-        deadline: Deadline,
-        topic_ids: Mapping[Partition, str] | None = None,
+        self, id: str, pid: int, epoch: int, offsets: Mapping[str, Any], deadline: Deadline
     ) -> OffsetCommitResult:
-        """Add a group's offsets to a transaction; return the final answer. Raise `NotFound` if a topic is gone."""
-        added, out, lost = False, False, False
-        add = wire.ADD_OFFSETS_TO_TXN(transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=member.group)
-        fields = messages.offsets_of(member, offsets, topic_ids or {})
-        commit = wire.TXN_OFFSET_COMMIT(transactional_id=id, producer_id=pid, producer_epoch=epoch, **fields)
+        """Add offsets, as `offsets_of` returns them, to a transaction. Raise `NotFound` if a topic is gone."""
+        added, out, lost, group = False, False, False, offsets["group_id"]
+        add = wire.ADD_OFFSETS_TO_TXN(transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group)
+        commit = wire.TXN_OFFSET_COMMIT(transactional_id=id, producer_id=pid, producer_epoch=epoch, **offsets)
 
         def send(connections: Connections, node: int, request: Any) -> Any:
             nonlocal out, lost
@@ -192,29 +164,29 @@ class Requests:
             nonlocal added
             if not added:
                 answer = send(connections, connections.coordinator(id), add)
-                if answer.error_code in COORDINATOR_RETRY_CODES:
+                if answer.error_code in codes.COORDINATOR_RETRY_CODES:
                     raise RetryLaterError(f"the coordinator of {id!r} answered {error_name(answer.error_code)}")
-                if answer.error_code != DONE:
+                if answer.error_code != codes.DONE:
                     return int(answer.error_code)
                 added = True
-            answer = send(connections, connections.group_coordinator(member.group), commit)
-            refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
-            if final := refusals - ACK_RETRY_CODES:
+            answer = send(connections, connections.group_coordinator(group), commit)
+            refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {codes.DONE}
+            if final := refusals - codes.ACK_RETRY_CODES:
                 return int(min(final))
-            if UNKNOWN_TOPIC in refusals:
-                connections.counts({topic for topic, _ in offsets})
+            if codes.UNKNOWN_TOPIC in refusals:
+                connections.counts({topic["name"] for topic in offsets["topics"]})
             if refusals:
-                raise RetryLaterError(f"the coordinator of group {member.group!r} answered {error_name(min(refusals))}")
-            return DONE
+                raise RetryLaterError(f"the coordinator of group {group!r} answered {error_name(min(refusals))}")
+            return codes.DONE
 
-        code = self._runner.repeat(deadline, f"acknowledging for group {member.group!r}", attempt)
+        code = self._runner.repeat(deadline, f"acknowledging for group {group!r}", attempt)
         return OffsetCommitResult(code, lost)
 
     def commit_offsets(
         self, member: GroupMembership, first: Mapping[Partition, int], ids: Mapping[Partition, str], deadline: Deadline
     ) -> OffsetCommitResult:
         """Commit a group's `first` offsets as its member, outside a transaction; return the answer. Ask only once."""
-        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, first, ids))
+        request = wire.OFFSET_COMMIT(**messages.offsets_of(member, first, ids, {}))
 
         def attempt(connections: Connections) -> OffsetCommitResult:
             node = connections.group_coordinator(member.group)
@@ -222,9 +194,9 @@ class Requests:
             try:
                 answer = connections.send(node, request)
             except AttemptError:
-                return OffsetCommitResult(TIMED_OUT, answer_lost=True)
-            codes = (each.error_code for _, each in messages.each_partition(answer.topics))
-            return OffsetCommitResult(next(filter(None, codes), DONE), answer_lost=False)
+                return OffsetCommitResult(codes.TIMED_OUT, answer_lost=True)
+            found = (each.error_code for _, each in messages.each_partition(answer.topics))
+            return OffsetCommitResult(next(filter(None, found), codes.DONE), answer_lost=False)
 
         return self._runner.repeat(deadline, f"committing the first offsets of group {member.group!r}", attempt)
 
@@ -235,11 +207,15 @@ class Requests:
         request = wire.LEAVE_GROUP(group_id=member.group, members=members)
 
         def attempt(connections: Connections) -> None:
-            check(connections.send(connections.group_coordinator(member.group), request).error_code, what)
+            answer = connections.send(connections.group_coordinator(member.group), request)
+            for code in {answer.error_code, *(each.error_code for each in answer.members)} - codes.NO_MEMBER:
+                check(code, what)
 
         self._runner.repeat(deadline, what, attempt)
 
-    def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
+    def list_offsets(
+        self, times: Mapping[Partition, int], deadline: Deadline, request: Any = messages.list_offsets_request
+    ) -> dict[Partition, int]:
         """Return, by partition, the first offset with a timestamp at or after a time in milliseconds, or -1.
 
         For the time `EARLIEST` return the first offset that retention has not removed, and for `LATEST` the last stable
@@ -258,10 +234,8 @@ class Requests:
                 raise RetryLaterError(f"there is no {messages.partition_name(min(missing))}")
             later = set()
             for node, led in leaders.items():
-                for partition, each in messages.each_partition(
-                    connections.send(node, messages.list_offsets_request(led, times)).topics
-                ):
-                    if each.error_code in LEADER_RETRY_CODES:
+                for partition, each in messages.each_partition(connections.send(node, request(led, times)).topics):
+                    if each.error_code in codes.LEADER_RETRY_CODES:
                         later.add(each.error_code)
                     else:
                         check(each.error_code, f"{what}, {messages.partition_name(partition)}")
@@ -272,6 +246,10 @@ class Requests:
 
         return self._runner.repeat(deadline, what, attempt)
 
+    def epoch_ends(self, epochs: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
+        """Return where the log ends that each partition has up to a leader epoch; -1 if its leader has no such log."""
+        return self.list_offsets(epochs, deadline, messages.leader_epochs_request)
+
     def led(self, partitions: Collection[Partition], deadline: Deadline, group: str = "") -> set[Partition]:
         """Return those of these partitions that have a leader now, for all that the group's coordinator knows."""
         if not partitions:
@@ -281,11 +259,11 @@ class Requests:
 
     def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return each partition's first offset that retention has not removed."""
-        return self.list_offsets(dict.fromkeys(partitions, EARLIEST), deadline)
+        return self.list_offsets(dict.fromkeys(partitions, codes.EARLIEST), deadline)
 
     def ends(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return each partition's last stable offset, below which every transaction has ended."""
-        return self.list_offsets(dict.fromkeys(partitions, LATEST), deadline)
+        return self.list_offsets(dict.fromkeys(partitions, codes.LATEST), deadline)
 
     def since(
         self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline
@@ -318,14 +296,13 @@ class Requests:
         what = f"reading the positions of group {group!r}"
 
         def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
-            request = wire.OFFSET_FETCH(
-                group_id=group, topics=messages.numbers_by_topic(partitions), require_stable=decided
-            )
+            topics = messages.numbers_by_topic(partitions)
+            request = wire.OFFSET_FETCH(group_id=group, topics=topics, require_stable=decided)
             answer = connections.send(connections.group_coordinator(group), request)
             check(answer.error_code, what)
             positions: dict[Partition, CommittedOffset | None] = {}
             for partition, each in messages.each_partition(answer.topics):
-                if each.error_code != UNSTABLE_OFFSET:
+                if each.error_code != codes.UNSTABLE_OFFSET:
                     check(each.error_code, f"{what}, {messages.partition_name(partition)}")
                     positions[partition] = messages.committed_offset(each)
             return positions
@@ -394,12 +371,12 @@ class Requests:
             for node, led in leaders.items():
                 answer = connections.send(node, wire.DESCRIBE_PRODUCERS(topics=messages.numbers_by_topic(led)))
                 for partition, each in messages.each_partition(answer.topics):
-                    if each.error_code in NO_LEADER or (known and each.error_code == UNKNOWN_TOPIC):
+                    if each.error_code in codes.NO_LEADER or (known and each.error_code == codes.UNKNOWN_TOPIC):
                         raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
                     left.discard(partition)
-                    if each.error_code == DONE:
+                    if each.error_code == codes.DONE:
                         producers[partition] = [messages.active_producer(active) for active in each.active_producers]
-                    elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
+                    elif each.error_code not in {codes.UNKNOWN_TOPIC, *(codes.DENIED if readable_only else ())}:
                         raise refused(each.error_code, f"asking for producers of {messages.partition_name(partition)}")
             return producers
 
@@ -423,7 +400,7 @@ class Requests:
                 request = messages.markers_request(pid, epoch, commit, coordinator_epoch, led)
                 answer = connections.send(node, request)
                 for partition, each in messages.each_partition(answer.markers[0].topics):
-                    if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
+                    if each.error_code in codes.NO_LEADER | {codes.UNKNOWN_TOPIC}:
                         continue
                     check(each.error_code, f"writing a transaction marker to {messages.partition_name(partition)}")
                     left.discard(partition)
@@ -471,16 +448,16 @@ class Requests:
         """Delete a topic, by its id if it has one: a late or second copy then does not delete a topic created again."""
         topic = {"name": None if id else name, "topic_id": uuid.UUID(id or "0" * 32)}
         request = partial(wire.DELETE_TOPICS, topics=[topic], topic_names=[name])
-        done = UNKNOWN_TOPIC_ID if id else UNKNOWN_TOPIC
+        done = codes.UNKNOWN_TOPIC_ID if id else codes.UNKNOWN_TOPIC
         return self._ask_controller(request, "responses", deadline, f"deleting topic {name!r}", done)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
         topic = {"name": name, "count": partitions, "assignments": None}
         request = partial(wire.CREATE_PARTITIONS, topics=[topic], validate_only=False)
-        return self._ask_controller(request, "results", deadline, f"growing topic {name!r}", INVALID_PARTITIONS)
+        return self._ask_controller(request, "results", deadline, f"growing topic {name!r}", codes.INVALID_PARTITIONS)
 
     def _ask_controller(
-        self, request: Callable[..., Any], results: str, deadline: Deadline, what: str, done: int = DONE
+        self, request: Callable[..., Any], results: str, deadline: Deadline, what: str, done: int = codes.DONE
     ) -> RequestResult:
         """Return the controller's result. After a lost answer the code `done` says that the request was carried out."""
         asked = False
@@ -492,9 +469,9 @@ class Requests:
             before, asked = asked, True
             answer = connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
             (each,) = getattr(answer, results)
-            if each.error_code == NOT_CONTROLLER:
-                raise RetryLaterError(f"{what}: {error_name(NOT_CONTROLLER)}")
-            code = DONE if before and each.error_code == done else each.error_code
+            if each.error_code == codes.NOT_CONTROLLER:
+                raise RetryLaterError(f"{what}: {error_name(codes.NOT_CONTROLLER)}")
+            code = codes.DONE if before and each.error_code == done else each.error_code
             return RequestResult(code, each.error_message or error_name(code))
 
         return self._runner.repeat(deadline, what, attempt, slow=True)
@@ -511,7 +488,7 @@ class Requests:
 
         def attempt(connections: Connections) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
             connections.metadata()
-            node = int(names[0]) if kind == BROKER else connections.bootstrap_node
+            node = int(names[0]) if kind == codes.BROKER else connections.bootstrap_node
             answer = connections.send(node, request)
             return {
                 each.resource_name: (
@@ -530,7 +507,7 @@ class Requests:
         def attempt(connections: Connections) -> RequestResult:
             leaders = connections.leaders([partition])
             if not leaders:
-                return RequestResult(UNKNOWN_TOPIC, f"there is no {messages.partition_name(partition)}")
+                return RequestResult(codes.UNKNOWN_TOPIC, f"there is no {messages.partition_name(partition)}")
             request = wire.DELETE_RECORDS(topics=[asked], timeout_ms=max(1, int(deadline.left() * 1000)))
             ((_, each),) = messages.each_partition((connections.send(next(iter(leaders)), request)).topics)
             return RequestResult(each.error_code, error_name(each.error_code))

@@ -256,6 +256,10 @@ ListOffsets 2 6
   = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16 timestamp:i64 offset:i64
     leader_epoch:i32]]
 or 4 classic
+OffsetForLeaderEpoch 23 4
+    replica_id:i32 topics:[name:str partitions:[partition_index:i32 current_leader_epoch:i32 leader_epoch:i32]]
+  = throttle_time_ms:i32 topics:[name:str partitions:[error_code:i16 partition_index:i32 leader_epoch:i32 offset:i64]]
+or 3 classic
 OffsetFetch 9 7
     group_id:str topics:[name:str partition_indexes:[i32]] require_stable:bool
   = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 committed_offset:i64
@@ -331,6 +335,7 @@ def _apis() -> Iterator[Api]:
     LEAVE_GROUP,
     WRITE_TXN_MARKERS,
     LIST_OFFSETS,
+    OFFSET_FOR_LEADER_EPOCH,
     OFFSET_FETCH,
     DESCRIBE_PRODUCERS,
     DESCRIBE_TRANSACTIONS,

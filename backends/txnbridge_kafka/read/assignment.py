@@ -67,7 +67,8 @@ class KafkaAssignment:
 
     def add(self, partition: Partition) -> KafkaPartition:
         self._watched.add(partition)
-        assigned = self.partitions[partition] = KafkaPartition(partition)
+        self.context.epochs.pop(partition, None)
+        assigned = self.partitions[partition] = KafkaPartition(partition, self.context.epochs)
         return assigned
 
     def get(self, partition: Partition) -> KafkaPartition:
@@ -107,11 +108,7 @@ class KafkaAssignment:
 
         With the id an acknowledgement notices that the topic was deleted and created again since.
         """
-        assigned.topic_id = topic_id
-        if topic_id is None:
-            self.context.topic_ids.pop(assigned.partition, None)
-        else:
-            self.context.topic_ids[assigned.partition] = topic_id
+        assigned.topic_id = self.context.topic_ids[assigned.partition] = topic_id
 
     def fetch(self, limit: int, wait: float) -> list[Any]:
         """Return the messages that the client has buffered, else wait for the first ones for up to `wait` seconds."""

@@ -66,8 +66,9 @@ class PartitionReadState(Enum):
 class KafkaPartition:
     """A reader's state for one assigned partition. `next` is the next offset to hand out, None until it is known."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, epochs: dict[Partition, int]) -> None:
         self.partition = partition
+        self._epochs = epochs  # gets the highest leader epoch of the messages that were handed out
         self.state = PartitionReadState.ASSIGNED
         self.source: object = None
         self.next: int | None = None
@@ -106,6 +107,8 @@ class KafkaPartition:
         """Set the seek request: no message is handed out until the offset to read next was looked up for it."""
         self.request = request
         self.since = request.since
+        if request.topic_id is None or request.since is not None:
+            self._epochs.pop(self.partition, None)  # the topic may be another one
         if self.announced:
             self.state = PartitionReadState.SEEKING
 
@@ -132,6 +135,8 @@ class KafkaPartition:
         if self._first is None:
             self._first = run[0].offset()
         self.next = next_offset
+        if (epoch := run[-1].leader_epoch()) is not None:
+            self._epochs[self.partition] = max(epoch, self._epochs.get(self.partition, epoch))
         self._handed_out_to = max(self._handed_out_to, next_offset)
         return found
 

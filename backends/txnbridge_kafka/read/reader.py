@@ -193,7 +193,10 @@ class KafkaReader(Reader):
             if not isinstance(error, errors.BrokerUnavailable):
                 self._assignment.errors.append(error)  # for the next poll: these messages are not returned again
             _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
-            return messages
+            if self._subscription.group is not None:
+                return messages
+            self.nack({(m.topic, m.partition): [m.position] for m in reversed(messages)})
+            return []
         self._check_at.update(dict.fromkeys(topics, time.monotonic() + _TOPIC_ID_CHECK_SECONDS))
         here = [self._assignment.partitions[key] for key in {(m.topic, m.partition) for m in messages}]
         recreated = {
@@ -319,8 +322,6 @@ class KafkaReader(Reader):
         self._assignment.closed = True
         closing = BackgroundTask(self._assignment.client.close, lambda _: None)
         if not closing.join(deadline.left()):
-            raise errors.DeadlineExceeded(
-                f"no broker answered within {deadline.seconds:g} s while the reader was closed"
-            )
+            raise errors.DeadlineExceeded(f"no broker answered while the reader was closed, for {deadline.seconds:g} s")
         closing.finish()
         self._assignment.log_for_group("left")

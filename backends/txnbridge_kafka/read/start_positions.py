@@ -198,17 +198,26 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         # A member, or an earlier attempt, may have ended between the commit of a first offset and its record.
         self.unchecked |= {each[0] for each, at in committed.items() if at is not None and each not in self._recorded}
         offsets, missing = dict[Partition, int | LostPosition](), dict[str, list[int]]()
+        to_commit = dict[Partition, int]()
+        # By leader epochs a log is known to be truncated, although it has grown again (hazard H167).
+        epochs = {each: at.epoch for each, at in committed.items() if at is not None and at.epoch is not None}
+        led = self._led(epochs.keys(), deadline)
+        ends = self._client.epoch_ends({each: epochs[each] for each in led}, deadline)
         for (topic, number), position in committed.items():
-            target = requests[topic, number].target
+            request, target = requests[topic, number], requests[topic, number].target
+            cut = position is not None and ends.get((topic, number), position.at) < position.at
+            sought = target is not None and (request.topic_id is None or request.since is not None)
             recreated = position is not None and is_another_topic(topic_ids[topic], position.topic_id)
-            if position is None or (recreated and target is not None):
+            if position is None or (recreated and target is not None) or (cut and sought):
                 missing.setdefault(topic, []).append(number)
             elif recreated:
                 offsets[topic, number] = self.recreated((topic, number), position.at)
-            else:
+            elif cut:
+                why = out_of_range_text(self.owner(), (topic, number), position.at, 0, None)
+                offsets[topic, number] = LostPosition(why, position.at)
+            elif position.epoch is None or (topic, number) in led:
                 # Messages that the group has acknowledged are not read again.
                 offsets[topic, number] = max(position.at, target or 0)
-        to_commit: dict[Partition, int] = {}
         for topic, numbers in missing.items():
             begun = self._begin(topic, numbers, requests, deadline)
             offsets.update(begun.offsets)

@@ -23,7 +23,8 @@ class KafkaAckContext:
 
     group: str
     metadata: object = None
-    topic_ids: dict[Partition, str] = field(default_factory=dict)  # by partition, the id of its topic, if it has one
+    topic_ids: dict[Partition, str | None] = field(default_factory=dict)  # by partition, the id of its topic, if known
+    epochs: dict[Partition, int] = field(default_factory=dict)  # by partition, the highest leader epoch of a message
 
 
 def check_topics(

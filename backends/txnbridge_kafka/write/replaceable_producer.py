@@ -14,6 +14,7 @@ from txnbridge.errors import AccessDenied, BrokerUnavailable, Fenced, OutcomeUnk
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.librdkafka import membership_of
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
+from txnbridge_kafka.client.messages import offsets_of
 from txnbridge_kafka.client.protocol_types import DONE, OPEN, SETTLED, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import is_fenced
@@ -65,17 +66,21 @@ class ProducerSession:
             # no outcome is recorded, this additional opening raises the epoch by two.
             self._cluster.requests.fence(self.id, self.timeout_ms, deadline)
         producer = TransactionalProducer(self._cluster.settings, self.id, self.timeout_ms)
-        with self._cluster.events.step("step:open", id=self.id):
-            try:
-                producer.open(deadline)
-            except BrokerUnavailable as error:
-                if is_fenced(error.__cause__):  # another process is opening the id at this moment
-                    self.check_owner(deadline)
-                raise
         with ExitStack() as unless_opened:
             coordinator = self._cluster.requests.coordinator_session(self.id, deadline)
-            unless_opened.callback(coordinator.close)
-            opened = coordinator.first_description
+            unless_opened.callback(lambda: coordinator.close())
+            with self._cluster.events.step("step:open", id=self.id):
+                try:
+                    producer.open(deadline)
+                except BrokerUnavailable as error:
+                    if is_fenced(error.__cause__):  # another process is opening the id at this moment
+                        self.check_owner(deadline)
+                    raise
+            if (opened := coordinator.last_transaction(deadline)) is None:
+                # The coordinator moved, or its broker left. The client repeats its request without a line in the log.
+                producer.log_monitor.taint_reason = "the coordinator's connection was lost during the opening"
+                coordinator = self._cluster.requests.coordinator_session(self.id, deadline)
+                opened = coordinator.first_description
             # The description may be of a later opening by another process. Then the decision log has a newer owner.
             self._owner.check(deadline)
             if opened is None:
@@ -157,15 +162,13 @@ class ProducerSession:
     ) -> KafkaError | None:
         """Add a group's offsets to the transaction by a raw request (hazard H20). Return the error, or None."""
         assert self.opened is not None and isinstance(context.metadata, bytes)
-        pid, epoch, member = self.opened.pid, self.opened.epoch, membership_of(context.metadata)
-        lost = "the answer to an acknowledgement was lost"  # a copy of the request may still arrive (hazard H4)
+        fields = offsets_of(membership_of(context.metadata), offsets, context.topic_ids, context.epochs)
+        told = None
         try:
-            told = self._cluster.requests.acknowledge(self.id, pid, epoch, member, offsets, deadline, context.topic_ids)
-        except TxnBridgeError:
-            self.stale = self.stale or lost
-            raise
-        if told.answer_lost:
-            self.stale = self.stale or lost
+            told = self._cluster.requests.acknowledge(self.id, self.opened.pid, self.opened.epoch, fields, deadline)
+        finally:
+            if told is None or told.answer_lost:  # a copy of the request may still arrive (hazard H4)
+                self.stale = self.stale or "the answer to an acknowledgement was lost"
         return None if told.code == DONE else KafkaError(told.code)
 
     def commit_by_request(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:

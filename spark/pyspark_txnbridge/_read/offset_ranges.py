@@ -108,10 +108,8 @@ def resolve_start(options: SourceOptions, default: str, bounds: Bounds) -> Offse
     start = _resolve("startingOffsets", options.starting or default, bounds, options)
     for (topic, number), at in start.items():
         if isinstance(at, Since) and not options.latest_if_later:
-            raise InvalidOption(
-                f"{topic}[{number}] has no message at or after {at.milliseconds} (milliseconds since 1970). With"
-                " startingOffsetsByTimestampStrategy=latest the query begins at its end"
-            )
+            text = f"{topic}[{number}] has no message at or after {at.milliseconds} (milliseconds since 1970). With"
+            raise InvalidOption(text + " startingOffsetsByTimestampStrategy=latest the query begins at its end")
     return _ends_for_times(start, bounds)
 
 
@@ -195,9 +193,8 @@ def divide(ranges: Sequence[OffsetRange], options: SourceOptions) -> list[Offset
     if not options.min_tasks and options.max_rows is None:
         return list(ranges)
     if any(len(each.end) != 1 for each in ranges):
-        raise NotSupported(
-            "minPartitions and maxRecordsPerPartition count positions, and this broker's are more than a number"
-        )
+        text = "minPartitions and maxRecordsPerPartition count positions, and this broker's are more than a number"
+        raise NotSupported(text)
     total = sum(each.end[0] - each.start[0] for each in ranges)
     return [part for each in ranges for part in _parts(each, total, options)]
 

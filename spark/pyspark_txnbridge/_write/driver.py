@@ -233,9 +233,8 @@ def _decide(
         dead = lost_parts(session, known[-1])
         return _replace(session, identity, opening, known[-1], dead, written) if dead else known[-1]
     if any(report.settled for report in written) and not is_done(session, identity):
-        raise InvalidState(
-            f"tasks found {identity} decided, and now the decision log has no record of it: the log has lost records"
-        )
+        text = f"tasks found {identity} decided, and now the decision log has no record of it: the log has lost records"
+        raise InvalidState(text)
     attempts = _attempts(written) or [identity.attempt or 0]
     if len(attempts) > 1:
         raise _given_up(identity)

@@ -64,10 +64,8 @@ def query_of(checkpoint: str) -> str:
     try:
         query = json.loads(path.read_text().splitlines()[-1])["id"]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise InvalidOption(
-            f"{path} is not the metadata of a query ({type(error).__name__}); for a checkpoint that is not on this"
-            " machine give the query's id instead"
-        ) from None
+        text = f"{path} is not the metadata of a query ({type(error).__name__}); for a checkpoint that is not on this"
+        raise InvalidOption(text + " machine give the query's id instead") from None
     return str(query)
 
 
