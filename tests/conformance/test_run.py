@@ -177,6 +177,17 @@ def test_a_process_that_was_killed_by_neither_the_run_nor_itself_has_crashed(tmp
     assert complaints == said
 
 
+def test_a_process_that_is_told_that_its_call_is_wrong_does_not_begin_again(tmp_path):
+    """That is a defect of txnbridge or of the role, which a new beginning would hide."""
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}?wrong=1", "a", 1, 60, str(tmp_path))
+    process = Process(plan, "decide", 0, lambda role: 0, print)
+    try:
+        with pytest.raises(RunFailed, match="InvalidOption"):
+            eventually(process.replace_dead, "it begins again and again")
+    finally:
+        process.kill()
+
+
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
     url = f"{scheme_of(broken.Sound)}:{tmp_path / 'broker.db'}?sasl.password=hunter2"
     plan = Plan(url, "secret", 1, 60, str(tmp_path), plugins=["tests.conformance.broken"])
