@@ -232,12 +232,8 @@ def run(
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
     command += f" --faults {','.join(kinds)}"
-    more = {
-        "workload": ",".join(workloads) * (workloads != BY_DEFAULT),
-        "second": without_secrets(second),
-        "version": version,
-        "through": through,
-    }
+    more = {"workload": ",".join(workloads) * (workloads != BY_DEFAULT), "second": without_secrets(second)}
+    more |= {"version": version or "", "through": through or ""}
     command += "".join(f" --{name} {value}" for name, value in more.items() if value) + " --contract" * contract
     _judge([str(folder)], folder, command, kept, **judging)
 
@@ -372,7 +368,8 @@ def _report_in(folder: str) -> dict[str, Any]:
 def contract(url: str, modules: tuple[str, ...], only: str, as_json: bool) -> None:
     """Run the contract suite on the broker at URL: one line a promise, and why a test of it failed.
 
-    If the set-up of a test fails, such as the creation of its topic, its promise was not tried; exit code 3.
+    If the set-up of a test fails, such as the creation of its topic, its promise was not tried; exit code 3. The
+    suite's topics, conformance-…, are deleted at the end. Its groups, and txnbridge's own topics for them, are left.
     """
     from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 

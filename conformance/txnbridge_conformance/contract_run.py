@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from txnbridge import Capability
+from txnbridge import Capability, TxnBridgeError, connect
+from txnbridge_conformance.run.settling import delete_topics
 
 _TESTS = "from txnbridge_conformance.suite import *  # noqa: F403\n"
 # The name for tests that prove no single capability: every broker has to pass them.
 _ALWAYS = "every broker"
+# By results of tests: the first one that a promise's tests have had gives its verdict.
+_VERDICTS = {"failed": "broken", "set-up failed": "set-up failed", "passed": "kept", "absent": "declared absent"}
 _REASON_LENGTH = 500  # an assertion about many messages shows all of them
 
 
@@ -62,20 +65,14 @@ class ContractRecorder:
         return [self._promise(name, self.results[name]) for name in names]
 
     def _promise(self, name: str, results: Mapping[str, int]) -> ContractResult:
-        if results.get("failed"):
-            verdict = "broken"
-        elif results.get("set-up failed"):
-            verdict = "set-up failed"
-        elif results.get("passed"):
-            verdict = "kept"
-        else:
-            verdict = "declared absent" if results.get("absent") else "not tested"
+        verdict = next((said for result, said in _VERDICTS.items() if results.get(result)), "not tested")
         return ContractResult(name, verdict, sum(results.values()), tuple(self.failed[name]))
 
 
 def run_contract(url: str, only: str = "") -> list[ContractResult]:
     """Run the suite, or its tests that match pytest's expression `only`. Return the verdict on each capability.
 
+    Delete the suite's topics at the end, also after an interrupt, which pytest handles.
     Raise `RuntimeError` with pytest's output if the suite could not run.
     """
     recorder, output = ContractRecorder(), io.StringIO()
@@ -84,6 +81,11 @@ def run_contract(url: str, only: str = "") -> list[ContractResult]:
         options = ["-q", "-p", "no:cacheprovider", "-p", "txnbridge_conformance.plugin", "--rootdir", folder]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = pytest.main([*options, "-k", only, "--txnbridge-url", url, folder], plugins=[recorder])
+    if recorder.results:
+        from txnbridge_conformance.plugin import RUN  # pytest has to be the first that imports the plug-in
+
+        with contextlib.suppress(TxnBridgeError), connect(url) as bridge:
+            delete_topics(bridge, f"-{RUN}-")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(output.getvalue())
     return recorder.promises()

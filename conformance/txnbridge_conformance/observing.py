@@ -86,6 +86,18 @@ def eventually(condition: Callable[[], object], what: str) -> None:
         time.sleep(pause := min(2 * pause, 0.05))  # a condition that reads a topic takes some milliseconds
 
 
+def poll_until(consumer: Consumer, condition: Callable[[list[Message]], object], what: str) -> list[Message]:
+    """Poll until a condition is true of all messages that came, and return them. Raise as `eventually` does."""
+    messages: list[Message] = []
+
+    def is_true() -> object:
+        messages.extend(consumer.poll(timeout=0.05))
+        return condition(messages)
+
+    eventually(is_true, what)
+    return messages
+
+
 def values(messages: Iterable[Message]) -> list[object]:
     """Return the messages' values, in order."""
     return [message.value for message in messages]

@@ -153,13 +153,13 @@ def bridge(connect: Connect) -> Bridge:
 # --- names that no other test uses ------------------------------------------------------------------------------------
 
 _numbers = itertools.count(1)
-_run = secrets.token_hex(3)  # so that several test runs against one broker use different names
+RUN = secrets.token_hex(3)  # a part of all names, so that several test runs against one broker use different ones
 
 
 @pytest.fixture
 def unique() -> Callable[[str], str]:
     """Return a function that makes unique names for groups, transactional ids, publishers and decision logs."""
-    return lambda prefix: f"{prefix}-{_run}-{next(_numbers)}"
+    return lambda prefix: f"{prefix}-{RUN}-{next(_numbers)}"
 
 
 @pytest.fixture

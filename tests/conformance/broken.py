@@ -1105,7 +1105,7 @@ class SaysThatWhatIsOpenCanBeRead(Broken):
     )
 
 
-@caught_by("test_the_bounds_of_a_missing_topic_cannot_be_told")
+@caught_by("test_a_missing_topic_is_named_where_none_may_be_created")
 class KnowsTheBoundsOfNothing(Broken):
     class Administering(Around):
         def bounds(self, *args: Any) -> Any:

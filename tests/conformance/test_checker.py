@@ -342,12 +342,14 @@ def test_a_reading_that_does_not_come_to_the_end_is_stuck_and_proves_nothing_mis
     assert Story().txn("a", "1", "2").txn("run", what="read", topics=["t"], polls=["1"], result=None).found() == []
 
 
-def poll_calls(*logs: tuple[int, tuple[str, ...]], assign_between: bool = False) -> list[str]:
+def poll_calls(*logs: tuple[int, tuple[str, ...]], assigns: bool = False, **opens: Any) -> list[str]:
     """Return the findings if a consumer receives these logs in one call each, all of 1, 2, 3, 4 being committed."""
     story = Story().txn("a", "1", "2", "3", "4").read("1", "2", "3", "4")
     for at, log in logs:
+        if opens:
+            story.txn("b", **opens)
         call = story.begin("b", "poll")
-        if assign_between:
+        if assigns:
             story.assign("b", call)
             story.assign("b", call, T0)
         story.poll("b", call, *log, at=at)
@@ -360,7 +362,9 @@ def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_tw
     assert poll_calls((0, ("1", "-", "3"))) == ["int-poll-skip"]
     assert poll_calls((0, ("1",)), (2, ("3",))) == ["poll-skip"]
     assert poll_calls((0, ("1", "2")), (1, ("2",))) == ["nonmonotonic-poll"]
-    assert poll_calls((0, ("1", "2")), (1, ("2",)), assign_between=True) == []
+    assert poll_calls((0, ("1", "2")), (1, ("2",)), assigns=True) == []
+    assert poll_calls((0, ("1", "2")), (0, ("1", "2")), what="open") == []
+    assert poll_calls((0, ("1", "2")), (0, ("1", "2")), what="open", owner="o") == ["nonmonotonic-poll"]
 
 
 @pytest.mark.parametrize("polls", [("13",), ("1", "3")])
@@ -469,6 +473,32 @@ def test_transactions_that_read_from_each_other_are_circular():
     story.end("a", first)
     story.end("b", second)
     assert story.found() == ["G1c"]
+
+
+@pytest.mark.parametrize("host", [{}, {"p": 10**15}, {"p": -(10**15)}])
+@pytest.mark.parametrize(("late", "found"), [("a", []), ("b", ["zombie-write"])])
+def test_a_new_owner_fences_the_older_one_also_from_another_host_and_without_a_transaction(host, late, found):
+    """A message from each host to the other one shows that the id was opened between two transactions."""
+    story = Story(10**9, **host).txn("o", what="open", owner="o", session="s").txn("o", "1", owner="o", session="s")
+    if late == "a":
+        story.txn("o", "3", owner="o", session="s")
+    story.txn("p", what="poll", polls=["1"]).txn("p", what="poll").txn("p", what="open", owner="o", session="z")
+    story.txn("p", "2").txn("o", what="poll", polls=["1", "2"]).txn("o", what="poll")
+    if late == "b":
+        story.txn("o", "3", owner="o", session="s")
+    assert [name for name in story.found() if name == "zombie-write"] == found
+
+
+@pytest.mark.parametrize(("late", "found"), [(False, []), (True, ["torn-transaction"])])
+def test_a_transaction_is_torn_also_if_two_processes_have_read_a_topic_each(late, found):
+    story, other = Story(), ("other", 0)
+    call = story.begin("a")
+    story.send("a", call, "1")
+    story.send("a", call, "2", to=other)
+    reads = [lambda: story.read("1"), lambda: story.txn("b", what="read", topics=["other"])]
+    for read in reads if late else reads[::-1]:
+        read()
+    assert story.found() == found
 
 
 def test_an_anomaly_of_a_capability_declared_absent_is_reported_and_breaks_no_promise():

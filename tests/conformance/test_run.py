@@ -130,15 +130,21 @@ def check_that_each_fault_was_healed(calls: list[str]) -> None:
     assert calls and all(call.endswith(("kill node1", "cut the net")) for call in calls)
 
 
-def test_the_processes_of_a_killed_run_end_even_if_they_are_paused(tmp_path):
-    with Child(run_two_and_pause_one, f"embedded:{tmp_path / 'broker.db'}", str(tmp_path)) as child:
+def test_the_processes_and_the_faults_of_a_killed_run_end_even_if_they_are_paused(tmp_path):
+    hook, calls = recording_hook(tmp_path)
+    with Child(run_two_and_pause_one, f"embedded:{tmp_path / 'broker.db'}", str(tmp_path), str(hook)) as child:
         child.told()
         child.kill()
     eventually(lambda: not processes_of(tmp_path), "processes of the killed run go on")
+    eventually(lambda: len(calls.read_text().splitlines()) == 4, "the fault of the killed run stays")
+    assert calls.read_text().split("\n") == ["inject cut a", "heal cut a", "inject cut a", "heal cut a", ""]
 
 
-def run_two_and_pause_one(url: str, folder: str) -> None:
-    """Be a run with two processes, of which one is paused, until it is killed."""
+def run_two_and_pause_one(url: str, folder: str, hook: str) -> None:
+    """Be a run with a fault and two processes, of which one is paused, until it is killed."""
+    faults = HookFaults(hook, [("cut", "a")])
+    faults.inject(random.Random()).heal()
+    faults.inject(random.Random())
     plan = Plan(url, "killed", 1, 60, folder)
     with connect(url, create_topics=3) as bridge:
         bridge.ensure_topics(*plan.topics)
@@ -169,6 +175,17 @@ def test_a_process_that_was_killed_by_neither_the_run_nor_itself_has_crashed(tmp
         process.kill()
     said = [f"decide0-{at}: it ended with -9, and decide0-{at}.err ends with: it said nothing" for at in (2, 3, 5)]
     assert complaints == said
+
+
+def test_a_process_that_is_told_that_its_call_is_wrong_does_not_begin_again(tmp_path):
+    """That is a defect of txnbridge or of the role, which a new beginning would hide."""
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}?wrong=1", "a", 1, 60, str(tmp_path))
+    process = Process(plan, "decide", 0, lambda role: 0, print)
+    try:
+        with pytest.raises(RunFailed, match="InvalidOption"):
+            eventually(process.replace_dead, "it begins again and again")
+    finally:
+        process.kill()
 
 
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
@@ -289,6 +306,8 @@ def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
         assert done.returncode == (name != "Sound"), done.stdout + done.stderr
         failed = " ".join(reason for each in json.loads(done.stdout) for reason in each["failed"])
         assert ("test_an_abort_inside_the_block_is_final: AssertionError: assert" in failed) == (name != "Sound")
+        with connect(f"embedded:{tmp_path / name}.db") as bridge:
+            assert bridge.admin.topics() == []
     assert "broken" not in verdicts["Sound"].values()
     assert "kept" in verdicts["Sound"].values()
     assert "broken" in verdicts["ShowsWhatIsAborted"].values()

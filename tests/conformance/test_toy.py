@@ -21,7 +21,6 @@ LINES = 200
 NOT_KEPT = {
     # The toy creates any topic at first use.
     "test_a_missing_topic_is_named_where_none_may_be_created",
-    "test_the_bounds_of_a_missing_topic_cannot_be_told",
     # The first member gets all partitions.
     "test_members_share_the_partitions_and_take_over_from_those_who_leave",
     # These tests start processes.

@@ -28,7 +28,7 @@ def check(history: History) -> Findings:
     findings.fate = refined.tolist()
     _messages.check_reads(tables, refined, time, findings)
     _full_reads.check_full_reads(tables, fate, refined, time, findings)
-    _call_order.check_owners(tables, refined, findings)
+    _call_order.check_owners(tables, refined, time, findings)
     _call_order.check_check_backs(tables, refined, findings)
     _call_order.check_claims(tables, findings)
     _call_order.check_prepared(tables, fate, time, findings)

@@ -5,6 +5,7 @@ Calls of two hosts are compared only where messages between them have shown thei
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -29,13 +30,14 @@ _LATE_SECONDS = 30.0
 class _Session:
     """One owner of a transactional id: when the call that opened the id began and ended, and its transactions."""
 
+    opening: int
     opened_after: int
     opened: float | None  # None if the call did not end well
-    opened_before: float  # the latest time of its effect, infinite if no transaction shows that the id was opened
+    opened_before: float  # the latest time of its effect, infinite if neither the call nor a transaction shows one
     transactions: list[Operation]
 
 
-def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
+def check_owners(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
     """Find transactions that took effect although a newer owner had opened their id before their end was requested.
 
     A history that does not tell when the end was requested shows only transactions that began after the opening. `fate`
@@ -43,22 +45,24 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
     """
     by_owner = _sessions(tables, fate)
     for (owner, clock), sessions in by_owner.items():
-        if [owner, clock] == [each for key in by_owner if key[0] == owner for each in key]:  # no other host opens it
+        others = {key[1]: each for key, each in by_owner.items() if key[0] == owner}  # by clock
+        if len(others) == 1:  # no other host opens it
             _check_fenced(tables, owner, sessions, findings)
-        starts = [session.opened_after for session in sessions]
-        # For each session: the one that had opened the id first, among this one and those that began to open it later.
-        firsts: list[_Session] = []
-        for session in reversed(sessions):
-            firsts.append(min([session, *firsts[-1:]], key=lambda each: each.opened_before))
-        firsts.reverse()
-        for session in sessions:
-            newer = bisect_right(starts, session.opened_before)
-            for transaction in session.transactions if newer < len(sessions) else ():
-                ending = transaction.fields.get("ending", transaction.start)
-                if firsts[newer].opened_before < ending and _took_effect(transaction, fate):
-                    name = tables.name(transaction.order)
-                    text = f"{name} took effect, although a newer owner had opened {owner} before"
-                    findings.add("zombie-write", text, [transaction.order, firsts[newer].transactions[0].order])
+        found: dict[int, int] = {}  # by transaction: the opening that fenced its owner
+        for other, rivals in others.items():
+            starts = [rival.opened_after for rival in rivals]
+            # For each rival, from the last one on: which had opened the id first, of it and those that began it later.
+            firsts = list(itertools.accumulate(((each.opened_before, each.opening) for each in rivals[::-1]), min))
+            for session in sessions:
+                newer = bisect_right(starts, session.opened_before + time.shift[clock, other])
+                for transaction in session.transactions if newer < len(rivals) else ():
+                    opened, opening = firsts[-1 - newer]
+                    ending = transaction.fields.get("ending", transaction.start)
+                    if opened + time.shift[other, clock] < ending and _took_effect(transaction, fate):
+                        found.setdefault(transaction.order, opening)
+        for order, opening in found.items():
+            text = f"{tables.name(order)} took effect, although a newer owner had opened {owner} before"
+            findings.add("zombie-write", text, [order, opening])
 
 
 def _took_effect(transaction: Operation, fate: Numbers) -> bool:
@@ -150,13 +154,14 @@ def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Sess
             continue
         found = sessions[operation.fields["owner"], int(tables.clock[operation.order])]
         if operation.what == "open":
-            found[name] = _Session(operation.start, operation.end if operation.result == "ok" else None, math.inf, [])
+            end = operation.end if operation.result == "ok" else None
+            found[name] = _Session(operation.order, operation.start, end, math.inf if end is None else end, [])
         elif operation.what == "transaction" and name in found:
             session, begun = found[name], operation.fields.get("begun")
             session.transactions.append(operation)
-            if begun is not None or _took_effect(operation, fate):
-                proven = begun if begun is not None else math.inf if operation.end is None else operation.end
-                session.opened_before = min(session.opened_before, proven if session.opened is None else session.opened)
+            proven = begun if begun is not None else operation.end if _took_effect(operation, fate) else None
+            if proven is not None:
+                session.opened_before = min(session.opened_before, proven)
     return {key: sorted(found.values(), key=lambda each: each.opened_after) for key, found in sessions.items()}
 
 

@@ -106,7 +106,8 @@ def check_full_reads(tables: Tables, fate: Numbers, refined: Numbers, time: Real
 
     Find messages, committed or received before, that were not read, transactions of which only some messages were read,
     aborted ones that were read, and committed ones of which none was. What ended while the read went on may be there or
-    not; so may one broker's part of a transaction over several, while a process works that may commit it yet.
+    not; so may one broker's part of a transaction over several, while a process works that may commit it yet. A
+    transaction is torn, too, if another process had received a message of it from another topic.
     """
     works = np.array([each.what in WORKS for each in tables.operations], bool)
     last_work = np.full(len(tables.clocks), -np.inf)
@@ -116,35 +117,41 @@ def check_full_reads(tables: Tables, fate: Numbers, refined: Numbers, time: Real
     # By process: the values, and the operations, about which an earlier full read of it has a finding.
     missed: dict[int, Flags] = defaultdict(lambda: np.zeros(len(tables.values), bool))
     wrong: dict[int, Flags] = defaultdict(lambda: np.zeros(len(tables.operations), bool))
+    sent = _Rows(tables.sends.operation)
     for read in full_reads(tables):
         _find_repeated(tables, read, findings)
         writer = read.writers[read.writer]
         at_rest = after_all[read.by] & time.at_rest.precede(writer, read.by)
         due = (fate[writer] == COMMITTED) & time.committed.precede(writer, read.by) & (at_rest | ~spans[writer])
         process, values = tables.operations[read.operations[0]].process, tables.sends.value[read.sends]
-        shown = (refined[writer] != ABORTED) & time.received.precede(values, read.by)
-        missing = ~read.seen & (due | shown) & ~missed[process][values]
+        received = time.received.precede(values, read.by)
+        missing = ~read.seen & (due | ((refined[writer] != ABORTED) & received)) & ~missed[process][values]
         missed[process][values[missing]] = True
         _find_missing(tables, read, missing, findings)
         ended = at_rest | (time.visible.precede(writer, read.by) & ~spans[writer])
-        known = wrong[process]
-        found = _check_atoms(tables, fate, read, (atoms & ~known)[read.writers], due, ended, findings)
-        known[read.writers[found]] = True
+        known, found = wrong[process], read.count(read.seen) > 0
+        new = (atoms & ~known)[read.writers]
+        torn = new & (read.count(~read.seen & ended) > 0)
+        first = min(read.operations, key=lambda order: tables.starts[order])
+        for at in np.flatnonzero(torn & ~found):
+            others = tables.sends.value[sent.of(int(read.writers[at]))]
+            torn[at] = np.any(time.received.precede(others, np.full(len(others), first)))
+        torn &= found | (read.count(received) == 0)
+        known[read.writers[_check_atoms(tables, fate, read, new, due, torn, findings)]] = True
 
 
 def _check_atoms(
-    tables: Tables, fate: Numbers, read: FullRead, atoms: Flags, due: Flags, ended: Flags, findings: Findings
+    tables: Tables, fate: Numbers, read: FullRead, atoms: Flags, due: Flags, torn: Flags, findings: Findings
 ) -> Flags:
-    """Find transactions that were read only in part, or against their outcome; return which of `read.writers` they are.
+    """Report transactions that are `torn`, and find those that were read against their outcome; return which they are.
 
-    `due` tells for each message whether it has to be there, `ended` whether it has to be there if another message of
-    its transaction is.
+    `due` tells for each message whether it has to be there, the other flags are those of `read.writers`.
     """
     total, found, reader = read.count(read.by != NONE), read.count(read.seen), tables.name(read.operations[0])
-    torn = atoms & (found > 0) & (read.count(~read.seen & ended) > 0)
     for at, parts in _parts(read, tables, torn).items():
         writer, gone = int(read.writers[at]), [tables.key(key) for key, some in parts.read.items() if not some]
         text = f"{reader} read {found[at]} of {total[at]} messages of {tables.name(writer)}"
+        text += "" if found[at] else ", another one of which had been received before"
         text += f", none of them in {' and '.join(gone)}" if gone else ""
         name = "torn-span" if tables.operations[writer].is_span and parts.are_whole(tables) else "torn-transaction"
         findings.add(name, text, [writer, *sorted(parts.calls)], () if gone else parts.missing)

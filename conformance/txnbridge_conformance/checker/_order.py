@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +155,11 @@ def _reading_spans(tables: Tables) -> Numbers:
     span = np.zeros(len(tables.reads.key), np.int64)
     spans = Names()
     starts, held = dict[tuple[int, int], int](), dict[int, frozenset[Key]]()
+    # A reader that is opened again begins where its options say. The opening of a transactional id opens no reader.
+    opened, openings = Counter[int](), list[int]()
+    for each in tables.operations:
+        opened[each.process] += each.what == "open" and "owner" not in each.fields
+        openings.append(opened[each.process])
     changes = iter([*tables.history.assigned, (NONE, len(tables.history.polls), frozenset[Key]())])
     change = next(changes)
     row = 0
@@ -171,7 +176,7 @@ def _reading_spans(tables: Tables) -> Numbers:
         whole = ("read", order) if operation.what == "read" else ("group", group) if group is not None else None
         for topic, partition, *_ in messages:
             key = tables.keys.find((topic, partition))
-            span[row] = spans.number(whole or ("assigned", starts.get((operation.process, key), 0)))
+            span[row] = spans.number(whole or (openings[order], starts.get((operation.process, key), 0)))
             row += 1
     return span
 

@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from txnbridge import (
-    Abort,
-    Bridge,
-    Capability,
-    Decision,
-    HalfTransaction,
-    Outcome,
-    Transaction,
-    TransactionAborted,
-    connect,
-)
+from txnbridge import Abort, Bridge, Capability, Decision, HalfTransaction, Transaction, TransactionAborted, connect
 from txnbridge.testing import tell
 from txnbridge_conformance.observing import patience, seen, send, take, values
 
@@ -123,8 +113,7 @@ def prepare_one(
 def end_by_token(url: str, token: str, decision: str) -> str:
     """Commit or abort a prepared transaction by its token, and return the outcome."""
     with connect(url) as bridge:
-        outcome: Outcome = bridge.commit(token) if decision == "commit" else bridge.abort(token)
-        return outcome.value
+        return (bridge.commit if decision == "commit" else bridge.abort)(token).value
 
 
 def ask_status(url: str, token: str) -> str:
@@ -219,8 +208,8 @@ def _prepare_and_end(case: Case, decision: str) -> None:
                     txn.send(topic, b"once")
             token = str(txn.token)
             case.remember(token)
-        outcome = bridge.commit(token) if decision == "commit" else bridge.abort(token)
-        if outcome is not (Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED):
+        outcome = (bridge.commit if decision == "commit" else bridge.abort)(token).value
+        if outcome != {"commit": "committed", "abort": "aborted"}[decision]:
             raise AssertionError(f"the outcome of {decision} is {outcome}")
 
 

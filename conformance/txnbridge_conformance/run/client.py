@@ -20,18 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import txnbridge
-from txnbridge import (
-    Bridge,
-    Event,
-    HalfMessages,
-    HalfTransaction,
-    Message,
-    Outcome,
-    Publisher,
-    Transaction,
-    errors,
-    hookimpl,
-)
+from txnbridge import Bridge, Event, HalfMessages, Message, Outcome, Transaction, errors, hookimpl
 from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall, Recorder, Result
 from txnbridge_conformance.run.bodies import Bodies, dead_value, sent_as, text_of
@@ -311,8 +300,8 @@ class Client:
         else:
             call.end("fail" if failure else "ok", outcome="aborted" if failure else "committed")
 
-    def send(self, to: Transaction | HalfTransaction | Publisher, call: RecordedCall, sends: Sends) -> None:
-        """Record values to send, and send each with a body of a random kind; by a key for a partition below 0."""
+    def send(self, to: Any, call: RecordedCall, sends: Sends) -> None:
+        """Record values, and send each by `to.send`, with a body of a random kind; by a key for a partition below 0."""
         for (topic, partition), values in sends.items():
             call.send(topic, partition, values)
             for value in values:

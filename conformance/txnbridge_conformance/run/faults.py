@@ -167,7 +167,7 @@ class HookFaults(Faults):
     """Calls a command of the user's, which begins and heals faults of a system that the run did not start.
 
     It is called as `COMMAND inject KIND TARGET`, and later as `COMMAND heal KIND TARGET`. `targets` are the pairs of
-    kind and target that the command knows.
+    kind and target that the command knows. A fault of a run that is killed is healed by a process that it leaves.
     """
 
     def __init__(self, command: str, targets: Sequence[tuple[str, str]]) -> None:
@@ -176,12 +176,23 @@ class HookFaults(Faults):
 
     def inject(self, chance: random.Random) -> Injected:
         kind, target = chance.choice(self._targets)
+        # If the run is killed, this process reads the end of its pipe instead of a line.
+        command = ["sh", "-c", 'read _ || exec "$@"', "sh", *self._command, "heal", kind, target]
+        waiting = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        heal = functools.partial(self._heal, kind, target, waiting)
         try:
             self._call("inject", kind, target)
         except BaseException:  # an interrupt, too
-            self._call("heal", kind, target)  # the command may have done a part
+            heal()  # the command may have done a part
             raise
-        return Injected(kind, target, chance.uniform(0, 8), lambda: self._call("heal", kind, target))
+        return Injected(kind, target, chance.uniform(0, 8), heal)
+
+    def _heal(self, kind: str, target: str, waiting: subprocess.Popen[bytes]) -> None:
+        try:
+            self._call("heal", kind, target)
+        finally:
+            if waiting.poll() is None:
+                waiting.communicate(b"\n")
 
     def _call(self, what: str, kind: str, target: str) -> None:
         command = [*self._command, what, kind, target]

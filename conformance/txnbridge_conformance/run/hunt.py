@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import random
@@ -34,9 +33,7 @@ from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import WORKLOADS, Plan
 from txnbridge_conformance.run.processes import Process
-from txnbridge_conformance.run.settling import ALL, Settling, open_on
-
-_log = logging.getLogger("txnbridge")
+from txnbridge_conformance.run.settling import ALL, Settling, delete_topics
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
@@ -110,16 +107,7 @@ class Hunt:
                     bridge.admin.create_topic(topic, self._plan.partitions(topic))
                 yield
             finally:
-                with suppress(TxnBridgeError):
-                    for transaction in open_on(bridge, topics):  # left by killed processes
-                        with suppress(TxnBridgeError):
-                            bridge.admin.abort(transaction, reason="conformance run")
-                with suppress(TxnBridgeError):
-                    for topic in [each.name for each in bridge.admin.topics() if self._plan.prefix in each.name]:
-                        try:
-                            bridge.admin.delete_topic(topic)
-                        except TxnBridgeError as error:
-                            _log.warning("the topic %s is left: %s", topic, error)
+                delete_topics(bridge, self._plan.prefix)
 
     def work(self, bridge: Bridge) -> None:
         """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""
@@ -145,15 +133,10 @@ class Hunt:
     def _start(self, bridge: Bridge) -> RecordedCall:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
-        about = {
-            "product": f"{bridge.capabilities.broker} {self._plan.version}".strip(),
-            "url": bridge.url,
-            "cluster": bridge.cluster,
-            "host": socket.gethostname(),
-            "begun": datetime.now(UTC).isoformat(" ", "seconds"),
-            "duration": f"{self._plan.seconds:g} s",
-            "txnbridge": txnbridge.__version__,
-        }
+        product = f"{bridge.capabilities.broker} {self._plan.version}".strip()
+        about = {"product": product, "url": bridge.url, "cluster": bridge.cluster, "host": socket.gethostname()}
+        about |= {"begun": datetime.now(UTC).isoformat(" ", "seconds"), "duration": f"{self._plan.seconds:g} s"}
+        about |= {"txnbridge": txnbridge.__version__}
         declared = {"absent": absent, "about": about, "workloads": workloads}
         call = self._recorder.start("declares", **declared, kills=self._clients and not self._plan.raw)
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
@@ -289,9 +272,7 @@ def hunt(
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
         running.work(bridge)
-        for part, what in (
-            (running.settle, "the end of open transactions"),
-            (running.read_back, "the reading of all topics"),
-            (running.read_back_officially, "the reading by the official client"),
-        ):
-            running.within_limit(part, what, _PART_SECONDS + plan.seconds)
+        seconds = _PART_SECONDS + plan.seconds
+        running.within_limit(running.settle, "the end of open transactions", seconds)
+        running.within_limit(running.read_back, "the reading of all topics", seconds)
+        running.within_limit(running.read_back_officially, "the reading by the official client", seconds)

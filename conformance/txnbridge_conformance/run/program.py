@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import txnbridge
 from txnbridge import plugins
-from txnbridge.errors import TxnBridgeError
+from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run.client import Client, KillAt, PauseAt
 from txnbridge_conformance.run.plan import Plan
@@ -52,6 +52,8 @@ def main(role: str, process: str, number: str) -> None:
         while not client.stop.is_set():
             try:
                 work(client)
+            except InvalidOption:  # no role gives a wrong one: this is a defect, and ends the process
+                raise
             except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
                 client.stop.wait(0.2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -18,6 +19,8 @@ from txnbridge_conformance.run.bodies import sent_as
 from txnbridge_conformance.run.client import Client
 from txnbridge_conformance.run.plan import PARTITIONS
 from txnbridge_conformance.run.sales import Sales
+
+_log = logging.getLogger("txnbridge")
 
 # More messages than a topic of a run contains.
 ALL = 100_000_000
@@ -307,6 +310,21 @@ def open_on(bridge: Bridge, topics: Collection[str]) -> set[str]:
         return set()
     listed = bridge.admin.transactions()
     return {each.transaction for each in listed if any(topic in topics for topic, _ in each.partitions)}
+
+
+def delete_topics(bridge: Bridge, part: str) -> None:
+    """Delete the topics with `part` in their names; abort before what is open on them. Log a topic that stays."""
+    topics: list[str] = []
+    with suppress(TxnBridgeError):
+        topics += [each.name for each in bridge.admin.topics() if part in each.name]
+        for transaction in open_on(bridge, topics):  # left by killed processes
+            with suppress(TxnBridgeError):
+                bridge.admin.abort(transaction, reason="conformance run")
+    for topic in topics:
+        try:
+            bridge.admin.delete_topic(topic)
+        except TxnBridgeError as error:
+            _log.warning("the topic %s is left: %s", topic, error)
 
 
 def _wanted(history: History, sales: Sales) -> set[str]:

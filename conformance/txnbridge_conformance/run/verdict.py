@@ -29,8 +29,7 @@ EXCUSED_BY = {
     "zombie-write": ("fencing",),
     "early-read": ("prepare", "isolation"),
     "lost-prepare": ("prepare",),
-    "lost-write": ("survives-broker-kill",),
-    "unseen": ("survives-broker-kill",),
+    **dict.fromkeys(("lost-write", "unseen"), ("survives-broker-kill",)),
     "hang": ("deadline",),
     **dict.fromkeys(OF_PARTITION_ORDER, ("partition-order",)),
     "int-nonmonotonic-poll": ("partition-order", "group-order"),  # what a group's member gave up comes late to another

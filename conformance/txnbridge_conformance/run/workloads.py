@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
-from txnbridge.errors import Poison
+from txnbridge.errors import EvidenceLost, Poison
 from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.bodies import sent_as, text_of
 from txnbridge_conformance.run.client import (
@@ -71,6 +72,8 @@ def write(client: Client) -> None:
 def own(client: Client) -> None:
     """Run random transactions under an id that two processes share; return at times, so that the id is opened again."""
     with client.bridge(transactional_id=client.plan.named("owner"), writers=2) as bridge:
+        # What an owner does that was fenced must not take effect, also while the new owner is idle.
+        client.stop.wait(client.random.choice((0, client.random.uniform(0, _LONGEST_PAUSE))))
         # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
         _work_in_threads(client, bridge, 2, pauses=0.3, leaving=0.2)
 
@@ -148,12 +151,34 @@ def feed(client: Client) -> None:
 
 
 def publish(client: Client) -> None:
-    """Send messages without transactions to the topic that the copiers read."""
-    with client.bridge() as bridge, bridge.publisher() as publisher:
+    """Send messages without transactions to the topic that the copiers read.
+
+    If the broker keeps sequences, send also messages with one that an earlier process has used: they take no effect.
+    """
+    source = client.plan.named("source")
+    with client.bridge() as bridge, ExitStack() as stack:
+        name = client.plan.named("publisher") if bridge.capabilities[Capability.RESUME_SEQUENCE] else None
+        publisher = stack.enter_context(bridge.publisher(name))
+        to: Any = publisher
+        if name:
+            try:
+                last = publisher.last_sequence(source)
+            except EvidenceLost:  # a message has failed
+                publisher, last = stack.enter_context(bridge.publisher(client.values(1)[0])), None
+            if last is not None:
+                call = client.recorder.start("publish")
+                client.send(_numbered(publisher, itertools.repeat(last)), call, client.sends(source))
+                publisher.flush()
+                call.end("fail")
+            to = _numbered(publisher, itertools.count(0 if last is None else last + 1))
         while not client.stop.wait(client.random.uniform(0.02, 0.2)):
             with client.recorded("publish", deadline=client.plan.timeout) as call:
-                client.send(publisher, call, client.sends(client.plan.named("source")))
+                client.send(to, call, client.sends(source))
                 publisher.flush()
+
+
+def _numbered(publisher: Any, numbers: Iterator[int]) -> Any:
+    return SimpleNamespace(send=lambda *sent, **how: publisher.send(*sent, **how, sequence=next(numbers)))
 
 
 def share(client: Client) -> None:
@@ -429,8 +454,9 @@ def serve(client: Client) -> None:
 
     with client.bridge(writers=2, create_topics=PARTITIONS) as bridge, ExitStack() as stack:
         more: Any = {"max_dead_letters_in_a_row": None, "backoff": (0.05, 1.0), "stop_timeout": plan.timeout}
+        many: Any = {"retry": _RETRIES, "concurrency": client.random.choice((1, 4))}
         services = (
-            bridge.processor(source, group=servers, each=answer, retry=_RETRIES, dead_letter=failed, **more),
+            bridge.processor(source, group=servers, each=answer, dead_letter=failed, **many, **more),
             bridge.processor([source, failed], group=keepers, each=keep, db=engine, **more),
             bridge.relay(outbox, engine),
         )

@@ -158,12 +158,6 @@ def test_the_bounds_of_a_topic_end_before_what_is_not_decided(bridge: Bridge, to
     ]
 
 
-def test_the_bounds_of_a_missing_topic_cannot_be_told(bridge: Bridge, unique: Callable[[str], str]) -> None:
-    missing = unique("missing")
-    with pytest.raises(NotFound, match=missing):
-        bridge.admin.bounds(missing)
-
-
 def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, unique: Callable[[str], str]) -> None:
     bridge = connect(create_topics=0)
     missing = unique("missing")
@@ -172,6 +166,8 @@ def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, un
             txn.send(missing, b"nowhere")
     with pytest.raises(NotFound, match=missing):
         bridge.read(missing, limit=1)
+    with pytest.raises(NotFound, match=missing):
+        bridge.admin.bounds(missing)
 
 
 @proves(Capability.LIST_OPEN)

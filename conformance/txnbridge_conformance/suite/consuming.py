@@ -22,7 +22,7 @@ from txnbridge import (
 )
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.observing import ack, eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.observing import ack, eventually, mark, poll_until, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import Connect, NewTopic, RunChild, needs, proves
 
 
@@ -38,13 +38,7 @@ def next_of(bridge: Bridge, topic: str, group: str) -> object:
 def test_a_new_group_may_start_behind_the_latest_message(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"old")
     with bridge.consumer(topic, group, start="latest") as consumer:
-        messages: list[Message] = []
-
-        def has_begun() -> bool:
-            messages.extend(consumer.poll(timeout=0.05))
-            return bool(consumer.assignment)
-
-        eventually(has_begun, "it has the partition")
+        messages = poll_until(consumer, lambda _: consumer.assignment, "it has the partition")
         send(bridge, topic, b"new")
         assert values(messages + take(consumer, 1)) == [b"new"]
 
@@ -504,13 +498,7 @@ def test_a_message_given_back_comes_again_behind_a_later_abort(bridge: Bridge, t
         with bridge.transaction() as txn:
             txn.ack(second)
             txn.abort()
-        again: list[object] = []
-
-        def came_again() -> bool:
-            again.extend(values(consumer.poll(timeout=0.05)))
-            return {*again} == {b"1", b"2"}
-
-        eventually(came_again, "both come again")
+        poll_until(consumer, lambda messages: {*values(messages)} == {b"1", b"2"}, "both come again")
 
 
 @proves(Capability.REPLAY)
@@ -590,12 +578,5 @@ def test_an_aborted_message_before_an_undecided_one_is_no_lag(bridge: Bridge, to
         _, held = bridge.admin.bounds(topic)[topic, 0]
         bridge.abort(str(aborted.token))
         eventually(lambda: bridge.admin.bounds(topic)[topic, 0][1] > held, "readers may come further")
-        messages: list[Message] = []
-
-        def has_no_lag() -> bool:
-            messages.extend(consumer.poll(timeout=0.05))
-            return not consumer.lag()[topic, 0]
-
-        eventually(has_no_lag, "nothing is left to read")
-        assert messages == []
+        assert poll_until(consumer, lambda _: not consumer.lag()[topic, 0], "nothing is left to read") == []
     bridge.abort(str(undecided.token))

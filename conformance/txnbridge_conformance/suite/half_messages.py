@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from txnbridge import (
-    Bridge,
-    Capability,
-    Decision,
-    HalfTransaction,
-    Message,
-    Outcome,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, Outcome, errors
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_conformance.plugin import NewTopic, RunChild, proves
@@ -84,11 +75,12 @@ def test_half_messages_of_a_killed_process_end_as_their_application_says(
 
 @proves(Capability.HALF_MESSAGES)
 def test_an_undecided_half_message_is_asked_about_again(bridge: Bridge, topic: str, group: str) -> None:
-    answers = [UNDECIDED, UNDECIDED, COMMIT]
+    answers = [UNDECIDED, COMMIT]
     with bridge.half_messages(group, execute=undecided, check=lambda *_: answers.pop(0)) as halves:
         with halves.transaction(timeout=programs.SHORT) as txn:
             txn.send(topic, b"1")
-        eventually(lambda: not answers, "it is asked about three times")
+        eventually(lambda: len(answers) < 2, "it is asked about")
+        eventually(lambda: not answers, "it is asked about again")  # brokers wait half a minute by default
     assert txn.outcome is Outcome.UNKNOWN
     eventually(lambda: values(bridge.read(topic, 10)) == [b"1"], "it is published")
 
@@ -102,7 +94,7 @@ def test_of_two_answers_to_a_half_message_the_first_counts(bridge: Bridge, topic
 
     with bridge.resolver(group, check=lambda *_: ABORT) as resolver:
         with bridge.half_messages(group, execute=wait_for_other, check=undecided) as halves:
-            with pytest.raises(TransactionAborted), halves.transaction(timeout=programs.SHORT) as txn:
+            with pytest.raises(errors.TransactionAborted), halves.transaction(timeout=programs.SHORT) as txn:
                 txn.send(topic, b"never")
     assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == []
@@ -117,7 +109,7 @@ def test_no_work_is_done_for_half_messages_that_cannot_be_stored(bridge: Bridge,
         return COMMIT
 
     with bridge.half_messages(group, execute=execute, check=undecided) as halves:
-        with pytest.raises(TxnBridgeError), halves.transaction() as txn:
+        with pytest.raises(errors.TxnBridgeError), halves.transaction() as txn:
             txn.send(topic, b"never")
             txn.send(topic, b"never", partition=99)
     assert (done, txn.outcome) == ([], Outcome.ABORTED)

@@ -8,6 +8,7 @@ from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.write import staged_messages
 from txnbridge_embedded.write.owner import Owner
+from txnbridge_embedded.write.publisher import EmbeddedPublisher
 
 from tests.conformance.mutants import Mutants, replace
 from txnbridge import Decision, Outcome
@@ -40,6 +41,12 @@ def says_committed_behind_the_hold() -> None:
         return Outcome.COMMITTED if decision is Decision.COMMIT and expired else outcome
 
     before = replace(ending, "decide", decide)
+
+
+@EMBEDDED.mutant("G1a", workload="groups")
+def stores_the_same_sequence_again() -> None:
+    """A publisher's message is stored, although one with its sequence is stored already."""
+    replace(EmbeddedPublisher, "_last_taken", lambda *_: -1)
 
 
 @EMBEDDED.mutant("wrong-partition", workload="transactions")

@@ -1,12 +1,14 @@
 """Mutants of retries, processors with a database, and relays. The docstring of each says what is wrong with it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from tests.conformance.mutants import Mutants, replace
 from txnbridge import Bridge, Message
 from txnbridge._process.retries import Retries
+from txnbridge._process.side_by_side import SideBySide
 from txnbridge.sql import relay
 from txnbridge.sql.processing import DatabaseTransaction, DatabaseTransactions
 from txnbridge.sql.relay import OutboxStore
@@ -51,6 +53,17 @@ def acknowledges_before_the_databases_commit() -> None:
         owner.acknowledge(5.0)
 
     before = replace(DatabaseTransaction, "ack", ack)
+
+
+@SERVICES.mutant("half-ack", workload="services")
+def acknowledges_what_failed_side_by_side() -> None:
+    """With `concurrency`, a message whose call failed is acknowledged."""
+
+    def send(calls: SideBySide, *rest: Any) -> None:
+        with suppress(Exception):
+            before(calls, *rest)
+
+    before = replace(SideBySide, "send", send)
 
 
 @SERVICES.mutant("replay-duplicate", workload="services")
