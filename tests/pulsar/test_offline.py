@@ -984,15 +984,16 @@ def member_of(
         if int(fields["topic"][-1]) in broken:
             peer.answer(fields, "error", error=2, message="its ledger cannot be read")
         else:
-            made.append((peer, fields["consumer_id"]))
             peer.answer(fields, "success")
             peer.say("active_consumer_change", consumer_id=fields["consumer_id"], is_active=True)
+            made.append((peer, fields["consumer_id"]))
 
     last = replies("get_last_message_id_response", last_message_id={"ledger_id": 1, "entry_id": 0})
     with fake_broker(partition_metadata=count, get_last_message_id=last) as broker:
         owns_everything(broker)
         broker.handlers["subscribe"] = subscribe
         member = Member(f"{broker.url}/public/default", "t", group, **given)
+        wait_until(lambda: len(made) >= partitions[0] - len(broken))  # entries come behind the activation
         yield member, broker, made
         member.leave()
 
