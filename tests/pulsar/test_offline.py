@@ -638,6 +638,24 @@ def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() 
     assert send_abort.call_args.args[0] == anchor  # there may be room for one
 
 
+def test_a_transaction_begins_at_another_coordinator_while_the_broker_of_one_is_away() -> None:
+    """Each transaction has some seconds for its begin, and asks one coordinator after the other in these."""
+
+    def lookup(peer: Peer, fields: dict[str, Any]) -> None:
+        if fields["topic"].endswith("-0"):
+            peer.answer(fields, "lookup_response", response=2, error=6, message="no broker")
+        else:
+            found(peer, fields)
+
+    def begin(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.answer(fields, "new_txn_response", txnid_most_bits=fields["tc_id"], txnid_least_bits=7)
+
+    count = replies("partition_metadata_response", partitions=2)
+    with served(partition_metadata=count, tc_client_connect_request=replies("tc_client_connect_response"), new_txn=begin) as (broker, client):
+        found, broker.handlers["lookup"] = broker.handlers["lookup"], lookup
+        assert [client.transactions.begin(1000, SOON / 10).most for _ in range(4)] == [1, 1, 1, 1]
+
+
 def late_write_guard() -> tuple[LateWriteGuard, AnnouncedTransaction]:
     end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
     return LateWriteGuard(cluster_with(), end_delivery, InDoubt(cluster_with())), over(TXN.least)
