@@ -314,23 +314,16 @@ def test_a_member_that_is_closed_right_after_a_commit_learns_that_its_topic_is_u
         assert used.has_moved
 
 
-def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
-    end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]
-    end_delivery.ended(TXN, True, used, Deadline(SOON))  # which is certain, with or without the thread
-    end_delivery.ended(TXN, True, used, Deadline(SOON))
-    assert "txnbridge-pulsar-confirm" in [thread.name for thread in threading.enumerate()]
-    end_delivery.close(Deadline(SOON))
-
-
-def test_the_thread_that_sends_ends_again_goes_on_after_a_moment_in_which_no_thread_can_be_started(monkeypatch) -> None:
-    away = repeat(wire.BrokerConnectionLost("it is still away"), 2)
-    end = Mock(side_effect=chain(away, repeat(None)))
+def test_the_thread_that_sends_ends_again_goes_on_after_moments_in_which_no_thread_can_be_started(monkeypatch) -> None:
+    """The first end, which is certain, cannot start it, the next one can; then it starts no other ones at first."""
+    away = repeat(wire.BrokerConnectionLost("it is still away"), 4)
+    end, used = Mock(side_effect=chain(away, repeat(None))), moved("t", "u")
     end_delivery = EndDelivery(asking(end_on_partition=end))
-    failed = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), 1)
-    end_delivery.ended(TXN, True, moved("t", "u"), Deadline(SOON))
-    wait_until(lambda: end.call_count == 4)
-    assert failed
+    failed = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), (0, 2))
+    for _ in range(2):
+        end_delivery.ended(TXN, True, used, Deadline(SOON))
+    wait_until(lambda: end.call_count == 8)
+    assert len(failed) == 2
     end_delivery.close(Deadline(SOON))
 
 
@@ -668,32 +661,21 @@ def test_late_writes_are_refused_although_a_machine_starts_no_more_threads_for_a
     wait_until(lambda: not guard.at_risk)
 
 
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
-    """A refuser whose broker has stopped answering."""
-    answer, asked = threading.Event(), threading.Event()
-
-    def refuse_late_writes(*_: object) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            return False
-        asked.set()
-        return answer.wait(SOON)
-
-    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
-    found, ended = late_write_guard()
+def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(monkeypatch) -> None:
+    """Its broker has stopped answering; and its thread could not be started at first."""
+    answer, asked = threading.Event(), list[object]()
+    refuse = lambda *given: (asked.append(given), len(asked) > 2 and answer.wait(SOON))[1]  # noqa: E731
+    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse)
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    guard, ended = late_write_guard()
     with pytest.raises(RuntimeError):
-        found.add(ended, Deadline(SOON))
-    found.add(ended, Deadline(SOON))
-    assert asked.wait(SOON)
-    yield found
-    answer.set()
-
-
-def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging: LateWriteGuard) -> None:
+        guard.add(ended, Deadline(SOON))
+    guard.add(ended, Deadline(SOON))
+    wait_until(lambda: len(asked) == 3)
     started = time.monotonic()
-    hanging.close(Deadline(0.5))
+    guard.close(Deadline(0.5))
     assert time.monotonic() - started < 8  # its thread would take 10 seconds
+    answer.set()
 
 
 def publisher_where(
@@ -725,16 +707,6 @@ def send_one(publisher: PulsarPublisher, sequence: int | None) -> None:
     publisher.send("t", b"x", None, None, None, None, sequence, Deadline(SOON))
 
 
-def test_where_sequences_are_not_kept_every_call_says_so() -> None:
-    publisher, sent = publisher_where(lambda *_: False)
-    for number in range(3):
-        with pytest.raises(errors.NotSupported):
-            send_one(publisher, number)
-        with pytest.raises(errors.NotSupported):
-            publisher.last_sequence("t", Deadline(SOON))
-    assert not sent
-
-
 def fails_at_first() -> Mock:
     """Return whether brokers remove duplicates, of which the first call fails."""
     return Mock(side_effect=chain([errors.BrokerUnavailable("REST does not answer")], repeat(True)))
@@ -749,14 +721,16 @@ def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() 
     assert sent == [5]
 
 
-@pytest.mark.parametrize("last", [-1, 3], ids=["nothing", "less"])
-def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: int) -> None:
-    publisher, sent = publisher_where(lambda *_: True, last, Kept(stored=4))
-    for number in (0, 5):
-        with pytest.raises(errors.EvidenceLost, match="under another name"):
-            send_one(publisher, number)
-        with pytest.raises(errors.EvidenceLost):
-            publisher.last_sequence("t", Deadline(SOON))
+@pytest.mark.parametrize(
+    ("kept", "last", "error", "text"),
+    [(False, -1, errors.NotSupported, "no sequences"), *((True, n, errors.EvidenceLost, "another name") for n in (-1, 3))],
+    ids=["not kept", "forgotten", "partly forgotten"],
+)
+def test_where_sequences_are_not_kept_or_forgotten_every_call_says_so(kept, last, error, text) -> None:
+    publisher, sent = publisher_where(lambda *_: kept, last, Kept(stored=4))
+    for call in 2 * (partial(send_one, publisher, 0), partial(publisher.last_sequence, "t", Deadline(SOON))):
+        with pytest.raises(error, match=text):
+            call()
     assert not sent
 
 
@@ -1126,50 +1100,30 @@ def deliver(
         peer.raw((len(message) - 4 + len(tail)).to_bytes(4, "big") + message[4:] + tail)
 
 
-@pytest.mark.parametrize("admin_url", ["", "http://127.0.0.1:1"], ids=["no REST", "REST is away"])
-def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_abort(admin_url: str) -> None:
+@pytest.mark.parametrize(
+    ("admin_url", "partitions"),
+    [("", 1), ("http://127.0.0.1:1", 1), ("", 2)],
+    ids=["no REST", "REST is away", "another partition cannot be reopened"],
+)
+def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_abort(
+    admin_url: str, partitions: int
+) -> None:
     """No later entry comes that would show it, and no transaction aborts (hazard H94)."""
-    told = tells((1, 3), (1, 0))
-    often: dict[str, Any] = {"admin_url": admin_url, "timing": Timing(idle_check_seconds=0.5)}
 
     def go_back(peer: Peer, fields: dict[str, Any]) -> None:
-        if len(broker.wait_for("redeliver")) > 1:  # the first time the broker skips all of them
-            deliver(peer, fields["consumer_id"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
-
-    with member_of([1], set(), "group", **often) as (member, broker, ((peer, id),)):
-        broker.handlers.update(get_last_message_id=told, redeliver=go_back)
-        member.has(1)
-        deliver(peer, id, (1, 2, 3))
-        found = member.take(3)
-        member.seek({("t", 0): found[0].position})
-        again = member.take(3, SOON / 4)
-        assert [message.position for message in again] == [message.position for message in found]
-
-
-def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_checked() -> None:
-    """The broker skips the entries of the other one as above."""
-    broken: set[int] = set()
-    told = tells((1, 3), (1, 0))
-
-    def go_back(peer: Peer, fields: dict[str, Any]) -> None:
+        # The first time the broker skips all of them.
         if len(broker.wait_for("redeliver")) > 1 and fields["consumer_id"] == ids["0"]:
             deliver(peer, ids["0"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
 
-    def subscribe(peer: Peer, fields: dict[str, Any]) -> None:
-        if broken:
-            peer.answer(fields, "error", error=5, message="the subscription is of another type")
-        else:
-            open_one(peer, fields)
-
-    with member_of([2], set(), "group", timing=Timing(idle_check_seconds=0.5)) as (member, broker, ((peer, _), _)):
-        open_one = broker.handlers["subscribe"]
-        answer = told
-        broker.handlers.update(get_last_message_id=answer, redeliver=go_back, subscribe=subscribe)
-        ids = {each.fields["topic"][-1]: each.fields["consumer_id"] for each in broker.wait_for("subscribe", 2)}
-        member.has(2)
-        broken.add(1)
-        peer.say("close_consumer", consumer_id=ids["1"], request_id=0)
-        member.until(lambda: ("lost", ("t", 1)) in member.listener.told)
+    often: dict[str, Any] = {"admin_url": admin_url, "timing": Timing(idle_check_seconds=0.5)}
+    with member_of([partitions], set(), "group", **often) as (member, broker, ((peer, _), *_)):
+        broker.handlers.update(get_last_message_id=tells((1, 3), (1, 0)), redeliver=go_back)
+        ids = {each.fields["topic"][-1]: each.fields["consumer_id"] for each in broker.wait_for("subscribe", partitions)}
+        member.has(partitions)
+        if partitions == 2:
+            broker.handlers["subscribe"] = replies("error", error=5, message="the subscription is of another type")
+            peer.say("close_consumer", consumer_id=ids["1"], request_id=0)
+            member.until(lambda: ("lost", ("t", 1)) in member.listener.told)
         deliver(peer, ids["0"], (1, 2, 3))
         found = member.take(3)
         member.seek({("t", 0): found[0].position})
