@@ -164,9 +164,7 @@ class Transactions:
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
         retry(deadline, lambda: self._lookup.connection(topic, _CONNECTION_KEY, deadline).ask(name, deadline, **fields))
 
-    def _ask(
-        self, coordinator: int, asked: Sequence[tuple[str, Fields]], deadline: ClientDeadline
-    ) -> list[Fields]:
+    def _ask(self, coordinator: int, asked: Sequence[tuple[str, Fields]], deadline: ClientDeadline) -> list[Fields]:
         """Send requests, given by their names and fields, without waiting in between; return the answers' fields."""
         connection = self._coordinator(coordinator, deadline)
         with self._forgetting_lost_coordinator(coordinator):

@@ -59,7 +59,7 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
         )
         yield _problem(config, text, "messageIndexSafe", "true")
     if config.is_on("enableSlaveActingMaster"):
-        text = "enableSlaveActingMaster: replicas may move halves to other brokers, where published ones count as aborted"
+        text = "enableSlaveActingMaster: replicas may move halves to other brokers; published ones may count as aborted"
         yield _problem(config, text, "enableSlaveActingMaster", "false")
     if config.is_on("indexRocksDBEnable"):
         text = "indexRocksDBEnable is true: looking messages up in that index was not tested"
