@@ -214,8 +214,7 @@ class CoordinatorKeepalive:
     def __init__(self, client: wire.PulsarClient) -> None:
         self._client = client
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-coordinators", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="txnbridge-pulsar-coordinators", daemon=True).start()
 
     def _run(self) -> None:
         while not self._stop.wait(CONNECT_EVERY_SECONDS):

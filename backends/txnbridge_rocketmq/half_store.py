@@ -106,15 +106,13 @@ class RocketMQHalfStore(HalfStore):
             for transaction, checks in taken:
                 # Divide the time: a transaction whose broker or log is down must leave time for the others.
                 patience = Deadline(self._timing.resolver_timeout / len(taken))
-                half = None
                 try:
-                    half = self._half(group, transaction, checks, patience)
+                    if (half := self._half(group, transaction, checks, patience)) is not None:
+                        halves.append(half)
+                        continue
                 except TxnBridgeError as error:
                     _log.warning("half message of transaction %s cannot be resolved now: %s", transaction, error)
-                if half is not None:
-                    halves.append(half)
-                else:
-                    self._release(transaction)
+                self._release(transaction)
         if not halves and not self._cluster.client.is_member:
             raise BrokerUnavailable(f"no broker is reachable, so no check-backs arrive for half messages of {group!r}")
         return halves

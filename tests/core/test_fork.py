@@ -91,6 +91,22 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on(monkeypatch: pytest
         assert txn.outcome is Outcome.COMMITTED
 
 
+def test_the_child_is_refused_a_publisher_at_once_although_a_thread_of_the_parent_was_sending(monkeypatch) -> None:
+    hold = Hold(Mock())
+    monkeypatch.setattr(ToyBroker, "publisher", Mock(return_value=Mock(flush=hold)))
+    bridge, _ = connect_toy()
+    with bridge, bridge.publisher() as publisher:
+
+        def check() -> None:
+            for call in partial(publisher.send, "t", b"1"), publisher.flush, partial(publisher.last_sequence, "t"):
+                with pytest.raises(InvalidState, match="post_fork"):
+                    call()
+            publisher.close()  # does nothing
+
+        with hold.asked_by(publisher.flush):
+            assert in_child(check) == 0
+
+
 def test_the_child_opens_a_bridge_although_a_thread_of_the_parent_was_loading_plug_ins() -> None:
     hold = Hold()
 

@@ -4,10 +4,11 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.format.frames import Frame, command, parse
 
 Handler = Callable[["Peer", dict[str, Any]], object]
@@ -118,6 +119,14 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 def fake_broker(tls: ssl.SSLContext | None = None, **handlers: Handler) -> closing[FakeBroker]:
     return closing(FakeBroker(tls, **handlers))
+
+
+@contextmanager
+def served(room: int = 1 << 26, **handlers: Handler) -> Iterator[tuple[FakeBroker, wire.PulsarClient]]:
+    """A broker that serves all topics, and a client of it with room for so many unconfirmed bytes."""
+    with fake_broker(None, **handlers) as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=room) as client:
+        owns_everything(broker)
+        yield broker, client
 
 
 def owns_everything(broker: FakeBroker) -> None:

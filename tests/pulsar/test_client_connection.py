@@ -27,7 +27,7 @@ from tests.in_time import wait_until, within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import acknowledge, connection_of, cut
-from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies
+from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies, served
 from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
@@ -165,26 +165,18 @@ def test_an_error_with_the_code_0_is_an_error():
             connection.ask("new_txn", ClientDeadline(SOON))
 
 
-def test_a_request_ends_when_the_connection_breaks():
-    with fake_broker(new_txn=lambda peer, fields: peer.hang_up()) as broker:
+@pytest.mark.parametrize("closes", [False, True], ids=["breaks", "is closed on this side"])
+def test_a_request_ends_when_the_connection(closes):
+    with fake_broker(new_txn=lambda peer, fields: None if closes else peer.hang_up()) as broker:
         connection = connect(broker)
-        with pytest.raises(wire.BrokerConnectionLost) as error:
-            connection.ask("new_txn", ClientDeadline(SOON))
-        assert error.value.may_have_had_effect
-        with pytest.raises(wire.BrokerConnectionLost) as error:
-            connection.ask("new_txn", ClientDeadline(SOON))
-        assert not error.value.may_have_had_effect
+        asked = connection.request("new_txn", ClientDeadline(SOON))
+        if broker.wait_for("new_txn") and closes:
+            connection.close()
+        for may_have_had_effect in (True, False):
+            with pytest.raises(wire.BrokerConnectionLost) as error:
+                asked.result(SOON) if may_have_had_effect else connection.ask("new_txn", ClientDeadline(SOON))
+            assert error.value.may_have_had_effect is may_have_had_effect
         assert connection.closed
-
-
-def test_a_request_ends_when_the_connection_is_closed_on_this_side():
-    with fake_broker() as broker:
-        connection = connect(broker)
-        response = connection.request("new_txn", ClientDeadline(SOON), tc_id=0)
-        broker.wait_for("new_txn")
-        connection.close()
-        with pytest.raises(wire.BrokerConnectionLost):
-            response.result(SOON)
 
 
 def test_an_acknowledgement_is_unknown_at_once_when_the_broker_closes_the_consumer(broker, client):
@@ -274,9 +266,11 @@ def test_garbage_ends_the_connection_and_says_so(data):
         assert isinstance(error.value.__cause__, wire.ProtocolError)
 
 
-def test_a_broker_that_says_nothing_lets_nobody_in_and_nobody_hang():
-    with fake_broker(connect=lambda peer, fields: None) as broker, within(0.2), pytest.raises(wire.ConnectFailed):
-        connect(broker, timeout=0.2)
+@pytest.mark.parametrize("by_tls", [False, True])
+def test_a_broker_that_says_nothing_or_speaks_no_tls_lets_nobody_in_and_nobody_hang(certified, by_tls):
+    tls = certified[1] if by_tls else None
+    with fake_broker(connect=lambda peer, fields: None) as broker, within(0.3), pytest.raises(wire.ConnectFailed):
+        connect(broker, timeout=0.3, tls=tls)
 
 
 def test_a_port_where_nobody_listens_is_named():
@@ -529,11 +523,6 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
             assert list(threads.map(ask, range(100))) == [True] * 100
 
 
-def test_a_broker_that_does_not_speak_tls_keeps_nobody_waiting(certified):
-    with fake_broker() as broker, within(0.3), pytest.raises(wire.ConnectFailed):
-        connect(broker, timeout=0.3, tls=certified[1])
-
-
 def redirect_to(other: FakeBroker) -> Any:
     return replies("lookup_response", response=0, broker_service_url=other.url, authoritative=True)
 
@@ -586,17 +575,13 @@ def test_a_topic_that_is_not_ready_is_asked_for_again_until_it_is(broker, client
     assert len(broker.wait_for("lookup")) == 3
 
 
-def test_lanes_have_connections_of_their_own(broker, client):
-    producers = [client.create_producer("t", timeout=SOON, connection_key=key) for key in ("", "", "a", "b")]
-    assert len({id(connection_of(producer)) for producer in producers}) == 3
-
-
 def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else(broker, client):
-    kept, lost = (client.create_producer("t", timeout=SOON, connection_key=key) for key in ("a", "b"))
+    opened = [client.create_producer("t", timeout=SOON, connection_key=key) for key in ("", "", "a", "b")]
+    assert len({id(connection_of(producer)) for producer in opened}) == 3
     client.hang_up("b")
-    assert lost.lost is not None and kept.lost is None
-    lost.reopen(SOON)
-    assert lost.lost is None
+    assert [producer.lost is None for producer in opened] == [True, True, True, False]
+    opened[-1].reopen(SOON)
+    assert opened[-1].lost is None
 
 
 def test_a_closed_client_opens_nothing(client):
@@ -764,8 +749,7 @@ def test_a_message_that_is_larger_than_the_broker_takes_is_not_sent(producer):
 
 
 def test_no_more_bytes_are_on_their_way_than_allowed():
-    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
-        owns_everything(broker)
+    with served(room=1500) as (broker, client):
         producer = client.create_producer("t", timeout=SOON)
         first = producer.send(wire.Single(bytes(900)), timeout=SOON)
         with pytest.raises(wire.RequestTimedOut) as error:
@@ -779,8 +763,7 @@ def test_no_more_bytes_are_on_their_way_than_allowed():
 
 
 def test_a_lost_connection_makes_room_for_those_that_wait_for_it(monkeypatch):
-    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
-        owns_everything(broker)
+    with served(room=1500) as (_, client):
         lost, other = (client.create_producer("t", timeout=SOON, connection_key=key) for key in "ab")
         entry = wire.Single(bytes(900))
         first = lost.send(entry, timeout=SOON)
@@ -800,9 +783,7 @@ def test_a_lost_connection_makes_room_for_those_that_wait_for_it(monkeypatch):
 
 
 def test_the_entries_of_a_broker_that_hangs_stop_no_small_ones_of_others():
-    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=500 << 10) as client:
-        owns_everything(broker)
-        broker.handlers["connect"] = partial(connected, largest=1 << 20)
+    with served(room=500 << 10, connect=partial(connected, largest=1 << 20)) as (_, client):
         hanging, other = (client.create_producer(topic, timeout=SOON) for topic in "tu")
         hanging.send(wire.Single(bytes(600 << 10)), timeout=SOON)
         assert other.send(wire.Single(bytes(300)), timeout=SOON).sequence_id == 0

@@ -58,7 +58,7 @@ from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_at, interrupted_everywhere
 from tests.pulsar import reading_kit
-from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies
+from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies, served
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
 from txnbridge import Outcome, Token, errors
@@ -84,13 +84,6 @@ def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
 def asking(**requests: Any) -> Any:
     """A cluster with these requests to coordinators."""
     return cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(**requests)))
-
-
-@contextmanager
-def served(**handlers: Any) -> Iterator[tuple[FakeBroker, wire.PulsarClient]]:
-    with fake_broker(**handlers) as broker, wire.PulsarClient(broker.url) as client:
-        owns_everything(broker)
-        yield broker, client
 
 
 def moved(*topics: str) -> list[Participant]:
@@ -144,25 +137,23 @@ def test_the_evidence_of_a_commit_without_an_answer_is_kept(ready, monkeypatch, 
     assert ready.unknown
 
 
-@pytest.mark.parametrize(
-    "error", [errors.AccessDenied("the token has expired"), errors.NotFound("no such topic")], ids=repr
-)
-def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(monkeypatch, ready, error):
-    answering(monkeypatch, EndResult.UNCLEAR, error)
-    with pytest.raises(errors.OutcomeUnknown):
-        ready.commit(Deadline(SOON))
+DENIED, MISSING = errors.AccessDenied("the token has expired"), errors.NotFound("no such topic")
 
 
 @pytest.mark.parametrize(
-    ("marker", "refused"),
-    [(True, True), (None, True), (False, False), (errors.AccessDenied("no"), True)],
-    ids=["committed", "hidden", "aborted", "unreadable"],
+    ("call", "marker", "refused"),
+    [
+        *(("commit", error, True) for error in (DENIED, MISSING)),
+        *(("abort", marker, marker is not False) for marker in (True, None, False, DENIED)),
+    ],
+    ids=repr,
 )
-def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(monkeypatch, ready, marker, refused):
-    answering(monkeypatch, EndResult.BEFORE, marker)
-    has_sent(ready, committing=True)
+def test_an_end_without_an_answer_is_known_only_if_the_marker_shows_it(monkeypatch, ready, call, marker, refused):
+    """An abort comes behind a commit."""
+    answering(monkeypatch, EndResult.UNCLEAR if call == "commit" else EndResult.BEFORE, marker)
+    has_sent(ready, committing=call == "abort")
     with pytest.raises(errors.OutcomeUnknown) if refused else nullcontext():
-        ready.abort(Deadline(SOON))
+        getattr(ready, call)(Deadline(SOON))
 
 
 def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all_its_parts(monkeypatch, ready):
@@ -179,20 +170,17 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
         with suppress(errors.OutcomeUnknown):
             by(Deadline(SOON))
 
-    with fake_broker(ack=ended) as broker:
-        owns_everything(broker)
-        with wire.PulsarClient(broker.url) as client:
-            full, key = "persistent://public/default/t", ("t", 0)
-            consumer = client.subscribe(full, "group", timeout=SOON, type=wire.SubscriptionType.FAILOVER)
-            partition = PulsarPartition(key, full, consumer, True, 100)
-            partition.arrive(None, BEGIN)
-            context = PulsarAckContext("group", False, {key: partition}, threading.Lock())
-            end(0, 1, 2, by=ready.abort, ended=EndResult.ABORTED)
-            end(0, 1, 2, by=ready.commit, ended=EndResult.UNCLEAR)
-            end(0, 2, by=ready.commit, ended=EndResult.COMMITTED)
-            end(1, by=ready.commit, ended=EndResult.COMMITTED)
-            end(1, 0, 2, by=ready.commit, ended=EndResult.COMMITTED)
-            acks = [frame.fields for frame in broker.wait_for("ack", 26)]
+    with served(ack=ended) as (broker, client):
+        full, key = "persistent://public/default/t", ("t", 0)
+        consumer = client.subscribe(full, "group", timeout=SOON, type=wire.SubscriptionType.FAILOVER)
+        partition = PulsarPartition(key, full, consumer, True, 100)
+        partition.arrive(None, BEGIN)
+        context = PulsarAckContext("group", False, {key: partition}, threading.Lock())
+        end(0, 1, 2, by=ready.abort, ended=EndResult.ABORTED)
+        end(0, 1, 2, by=ready.commit, ended=EndResult.UNCLEAR)
+        for indexes in (0, 2), (1,), (1, 0, 2):
+            end(*indexes, by=ready.commit, ended=EndResult.COMMITTED)
+        acks = [frame.fields for frame in broker.wait_for("ack", 26)]
     whole = [at for at, ack in enumerate(acks) if not ack["message_id"][0].get("ack_set")]
     assert whole == [18, 25]  # each part takes two commands, one of them for the extra index
     assert all(acks[at]["message_id"][0]["entry_id"] == 3 and "txnid_least_bits" not in acks[at] for at in whole)
@@ -314,23 +302,16 @@ def test_a_member_that_is_closed_right_after_a_commit_learns_that_its_topic_is_u
         assert used.has_moved
 
 
-def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
-    end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]
-    end_delivery.ended(TXN, True, used, Deadline(SOON))  # which is certain, with or without the thread
-    end_delivery.ended(TXN, True, used, Deadline(SOON))
-    assert "txnbridge-pulsar-confirm" in [thread.name for thread in threading.enumerate()]
-    end_delivery.close(Deadline(SOON))
-
-
-def test_the_thread_that_sends_ends_again_goes_on_after_a_moment_in_which_no_thread_can_be_started(monkeypatch) -> None:
-    away = repeat(wire.BrokerConnectionLost("it is still away"), 2)
-    end = Mock(side_effect=chain(away, repeat(None)))
+def test_the_thread_that_sends_ends_again_goes_on_after_moments_in_which_no_thread_can_be_started(monkeypatch) -> None:
+    """The first end, which is certain, cannot start it, the next one can; then it starts no other ones at first."""
+    away = repeat(wire.BrokerConnectionLost("it is still away"), 4)
+    end, used = Mock(side_effect=chain(away, repeat(None))), moved("t", "u")
     end_delivery = EndDelivery(asking(end_on_partition=end))
-    failed = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), 1)
-    end_delivery.ended(TXN, True, moved("t", "u"), Deadline(SOON))
-    wait_until(lambda: end.call_count == 4)
-    assert failed
+    failed = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), (0, 2))
+    for _ in range(2):
+        end_delivery.ended(TXN, True, used, Deadline(SOON))
+    wait_until(lambda: end.call_count == 8)
+    assert len(failed) == 2
     end_delivery.close(Deadline(SOON))
 
 
@@ -615,16 +596,11 @@ def test_messages_whose_acknowledgement_was_interrupted_come_again_after_the_abo
 
 
 def test_a_writer_that_hangs_up_leaves_the_room_of_its_lost_entries_to_others() -> None:
-    with fake_broker() as broker:
-        owns_everything(broker)
-        with wire.PulsarClient(broker.url, unconfirmed_bytes=1000) as client:
-            end_delivery = SimpleNamespace(wait_for_unload_notices=lambda: None)
-            owner: Any = SimpleNamespace(opening="o", end_delivery=end_delivery)
-            dropped = PulsarWriter(cluster_with(client=client), owner, "w")
-            producer = dropped._producer("t")
-            producer.send(wire.Single(bytes(900)), TXN, PendingReceipts(), Deadline(SOON))
-            dropped.close()
-            client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
+    with served(room=1000) as (_, client):
+        dropped = PulsarWriter(cluster_with(client=client), Mock(opening="o"), "w")
+        dropped._producer("t").send(wire.Single(bytes(900)), TXN, PendingReceipts(), Deadline(SOON))
+        dropped.close()
+        client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
 
 
 def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() -> None:
@@ -636,6 +612,24 @@ def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() 
     assert owner.new_transaction(lambda: next(left), Deadline(SOON)) == TXN
     assert [call.args[0] for call in begin.call_args_list][1:] == [30_000, 27_000]
     assert send_abort.call_args.args[0] == anchor  # there may be room for one
+
+
+def test_a_transaction_begins_at_another_coordinator_while_the_broker_of_one_is_away() -> None:
+    """Each transaction has some seconds for its begin, and asks one coordinator after the other in these."""
+
+    def lookup(peer: Peer, fields: dict[str, Any]) -> None:
+        if fields["topic"].endswith("-0"):
+            peer.answer(fields, "lookup_response", response=2, error=6, message="no broker")
+        else:
+            found(peer, fields)
+
+    def begin(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.answer(fields, "new_txn_response", txnid_most_bits=fields["tc_id"], txnid_least_bits=7)
+
+    count, connects = replies("partition_metadata_response", partitions=2), replies("tc_client_connect_response")
+    with served(partition_metadata=count, tc_client_connect_request=connects, new_txn=begin) as (broker, client):
+        found, broker.handlers["lookup"] = broker.handlers["lookup"], lookup
+        assert [client.transactions.begin(1000, SOON / 10).most for _ in range(4)] == [1, 1, 1, 1]
 
 
 def late_write_guard() -> tuple[LateWriteGuard, AnnouncedTransaction]:
@@ -650,32 +644,25 @@ def test_late_writes_are_refused_although_a_machine_starts_no_more_threads_for_a
     wait_until(lambda: not guard.at_risk)
 
 
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
-    """A refuser whose broker has stopped answering."""
-    answer, asked = threading.Event(), threading.Event()
+def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(monkeypatch) -> None:
+    """Its broker has stopped answering; and its thread could not be started at first."""
+    answer, asked = threading.Event(), list[object]()
 
-    def refuse_late_writes(*_: object) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            return False
-        asked.set()
-        return answer.wait(SOON)
+    def refuse(*given: object) -> bool:
+        asked.append(given)
+        return len(asked) > 2 and answer.wait(SOON)
 
-    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
-    found, ended = late_write_guard()
+    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse)
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    guard, ended = late_write_guard()
     with pytest.raises(RuntimeError):
-        found.add(ended, Deadline(SOON))
-    found.add(ended, Deadline(SOON))
-    assert asked.wait(SOON)
-    yield found
-    answer.set()
-
-
-def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging: LateWriteGuard) -> None:
+        guard.add(ended, Deadline(SOON))
+    guard.add(ended, Deadline(SOON))
+    wait_until(lambda: len(asked) == 3)
     started = time.monotonic()
-    hanging.close(Deadline(0.5))
+    guard.close(Deadline(0.5))
     assert time.monotonic() - started < 8  # its thread would take 10 seconds
+    answer.set()
 
 
 def publisher_where(
@@ -707,16 +694,6 @@ def send_one(publisher: PulsarPublisher, sequence: int | None) -> None:
     publisher.send("t", b"x", None, None, None, None, sequence, Deadline(SOON))
 
 
-def test_where_sequences_are_not_kept_every_call_says_so() -> None:
-    publisher, sent = publisher_where(lambda *_: False)
-    for number in range(3):
-        with pytest.raises(errors.NotSupported):
-            send_one(publisher, number)
-        with pytest.raises(errors.NotSupported):
-            publisher.last_sequence("t", Deadline(SOON))
-    assert not sent
-
-
 def fails_at_first() -> Mock:
     """Return whether brokers remove duplicates, of which the first call fails."""
     return Mock(side_effect=chain([errors.BrokerUnavailable("REST does not answer")], repeat(True)))
@@ -731,14 +708,20 @@ def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() 
     assert sent == [5]
 
 
-@pytest.mark.parametrize("last", [-1, 3], ids=["nothing", "less"])
-def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: int) -> None:
-    publisher, sent = publisher_where(lambda *_: True, last, Kept(stored=4))
-    for number in (0, 5):
-        with pytest.raises(errors.EvidenceLost, match="under another name"):
-            send_one(publisher, number)
-        with pytest.raises(errors.EvidenceLost):
-            publisher.last_sequence("t", Deadline(SOON))
+@pytest.mark.parametrize(
+    ("kept", "last", "error", "text"),
+    [
+        (False, -1, errors.NotSupported, "no sequences"),
+        (True, -1, errors.EvidenceLost, "another name"),
+        (True, 3, errors.EvidenceLost, "another name"),
+    ],
+    ids=["not kept", "forgotten", "partly forgotten"],
+)
+def test_where_sequences_are_not_kept_or_forgotten_every_call_says_so(kept, last, error, text) -> None:
+    publisher, sent = publisher_where(lambda *_: kept, last, Kept(stored=4))
+    for call in 2 * (partial(send_one, publisher, 0), partial(publisher.last_sequence, "t", Deadline(SOON))):
+        with pytest.raises(error, match=text):
+            call()
     assert not sent
 
 
@@ -765,20 +748,17 @@ def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> No
     assert sent == [5] and ledger.newest[1] == {"stored": 4}
 
 
-def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> None:
-    open_behind = Mock(side_effect=errors.DeadlineExceeded("the log's broker is away"))
-    ledger = SimpleNamespace(newest_opening=lambda _: None, open_behind=open_behind)
+@pytest.mark.parametrize("error", [errors.DeadlineExceeded("it is away"), errors.AccessDenied("no")], ids=repr)
+def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher(caplog, error) -> None:
+    denied = isinstance(error, errors.AccessDenied)
+    ledger = Mock(
+        **{"newest_opening.side_effect": repeat(error if denied else None), "open_behind.side_effect": [error]}
+    )
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
     for number in (5, 6):
         send_one(publisher, number)
-    assert sent == [5, 6] and [call.args[1] for call in open_behind.call_args_list] == [{"stored": 4}]
-
-
-def test_a_publisher_that_may_not_note_its_sequence_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    denied = raising(errors.AccessDenied("no right"))
-    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, open_behind=denied))
-    send_one(publisher, 5)
-    assert sent == [5] and "it will not be noticed if the broker forgets" in caplog.text
+    assert sent == [5, 6] and [call.args[1] for call in ledger.open_behind.call_args_list] == [{"stored": 4}][denied:]
+    assert ("it will not be noticed if the broker forgets" in caplog.text) is denied
 
 
 @pytest.mark.parametrize("again", ["flush", "send"])
@@ -952,22 +932,16 @@ def test_an_unreadable_entry_from_before_the_time_at_which_a_group_begins_does_n
     assert sought == [wire.MessageId(7, 2)]
 
 
-@pytest.mark.parametrize("published", [50, 150])
-def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_on(published: int) -> None:
-    partition = partition_of(grouped=False)
+@pytest.mark.parametrize(("published", "elsewhere"), [(50, False), (150, False), (50, True)])
+def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_on(published, elsewhere) -> None:
+    """It skips none once its partition was elsewhere."""
+    partition = partition_of(grouped=elsewhere)
     partition.since = 100, (9, 0, 0)
+    if elsewhere:
+        partition.leave()
+        partition.arrive(None, BEGIN)
     partition.put(unreadable(1, published))
-    assert partition.take(1) == ([], 0)
-    assert (partition.fault is None) == (published < 100)
-
-
-def test_a_time_that_a_member_has_sought_skips_nothing_once_its_partition_was_elsewhere() -> None:
-    partition = partition_of()
-    partition.since = 100, (9, 0, 0)
-    partition.leave()
-    partition.arrive(None, BEGIN)
-    partition.put(unreadable(1, 50))
-    assert partition.take(1) == ([], 0) and partition.fault is not None
+    assert partition.take(1) == ([], 0) and (partition.fault is None) == (published < 100 and not elsewhere)
 
 
 @contextmanager
@@ -1109,50 +1083,31 @@ def deliver(
         peer.raw((len(message) - 4 + len(tail)).to_bytes(4, "big") + message[4:] + tail)
 
 
-@pytest.mark.parametrize("admin_url", ["", "http://127.0.0.1:1"], ids=["no REST", "REST is away"])
-def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_abort(admin_url: str) -> None:
+@pytest.mark.parametrize(
+    ("admin_url", "partitions"),
+    [("", 1), ("http://127.0.0.1:1", 1), ("", 2)],
+    ids=["no REST", "REST is away", "another partition cannot be reopened"],
+)
+def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_abort(
+    admin_url: str, partitions: int
+) -> None:
     """No later entry comes that would show it, and no transaction aborts (hazard H94)."""
-    told = tells((1, 3), (1, 0))
-    often: dict[str, Any] = {"admin_url": admin_url, "timing": Timing(idle_check_seconds=0.5)}
 
     def go_back(peer: Peer, fields: dict[str, Any]) -> None:
-        if len(broker.wait_for("redeliver")) > 1:  # the first time the broker skips all of them
-            deliver(peer, fields["consumer_id"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
-
-    with member_of([1], set(), "group", **often) as (member, broker, ((peer, id),)):
-        broker.handlers.update(get_last_message_id=told, redeliver=go_back)
-        member.has(1)
-        deliver(peer, id, (1, 2, 3))
-        found = member.take(3)
-        member.seek({("t", 0): found[0].position})
-        again = member.take(3, SOON / 4)
-        assert [message.position for message in again] == [message.position for message in found]
-
-
-def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_checked() -> None:
-    """The broker skips the entries of the other one as above."""
-    broken: set[int] = set()
-    told = tells((1, 3), (1, 0))
-
-    def go_back(peer: Peer, fields: dict[str, Any]) -> None:
+        # The first time the broker skips all of them.
         if len(broker.wait_for("redeliver")) > 1 and fields["consumer_id"] == ids["0"]:
             deliver(peer, ids["0"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
 
-    def subscribe(peer: Peer, fields: dict[str, Any]) -> None:
-        if broken:
-            peer.answer(fields, "error", error=5, message="the subscription is of another type")
-        else:
-            open_one(peer, fields)
-
-    with member_of([2], set(), "group", timing=Timing(idle_check_seconds=0.5)) as (member, broker, ((peer, _), _)):
-        open_one = broker.handlers["subscribe"]
-        answer = told
-        broker.handlers.update(get_last_message_id=answer, redeliver=go_back, subscribe=subscribe)
-        ids = {each.fields["topic"][-1]: each.fields["consumer_id"] for each in broker.wait_for("subscribe", 2)}
-        member.has(2)
-        broken.add(1)
-        peer.say("close_consumer", consumer_id=ids["1"], request_id=0)
-        member.until(lambda: ("lost", ("t", 1)) in member.listener.told)
+    often: dict[str, Any] = {"admin_url": admin_url, "timing": Timing(idle_check_seconds=0.5)}
+    with member_of([partitions], set(), "group", **often) as (member, broker, ((peer, _), *_)):
+        broker.handlers.update(get_last_message_id=tells((1, 3), (1, 0)), redeliver=go_back)
+        opened = [frame.fields for frame in broker.wait_for("subscribe", partitions)]
+        ids = {each["topic"][-1]: each["consumer_id"] for each in opened}
+        member.has(partitions)
+        if partitions == 2:
+            broker.handlers["subscribe"] = replies("error", error=5, message="the subscription is of another type")
+            peer.say("close_consumer", consumer_id=ids["1"], request_id=0)
+            member.until(lambda: ("lost", ("t", 1)) in member.listener.told)
         deliver(peer, ids["0"], (1, 2, 3))
         found = member.take(3)
         member.seek({("t", 0): found[0].position})
@@ -1228,11 +1183,9 @@ def test_a_group_that_begins_at_a_time_begins_at_its_first_entry_also_if_that_is
             deliver(peer, fields["consumer_id"], [number], chunk, published=published)
 
     last = replies("get_last_message_id_response", last_message_id={"ledger_id": 1, "entry_id": len(stored)})
-    with fake_broker(flow=flow, seek=replies("success"), get_last_message_id=last) as broker:
-        owns_everything(broker)
-        with wire.PulsarClient(broker.url) as client:
-            mode = mode_of(client, Subscription(("t",), "group", start=100), wire.Inbox(), "")
-            mode.open("t", True, Deadline(SOON / 4))
+    with served(flow=flow, seek=replies("success"), get_last_message_id=last) as (broker, client):
+        mode = mode_of(client, Subscription(("t",), "group", start=100), wire.Inbox(), "")
+        mode.open("t", True, Deadline(SOON / 4))
         assert message_id(broker.wait_for("seek")[0].fields["message_id"])[:2] == (1, begin)
 
 

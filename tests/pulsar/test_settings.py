@@ -3,7 +3,6 @@
 import pickle
 
 import pytest
-from txnbridge_pulsar.backend import PulsarBackend
 from txnbridge_pulsar.settings import OPTIONS, read
 from txnbridge_pulsar.settings.topic_names import Namespace, decoded, encoded, whole_topic
 from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_headers, to_properties
@@ -107,12 +106,6 @@ def test_files_that_are_no_certificates_are_named(tmp_path):
         settings("pulsar+ssl", tls_ca=str(file)).tls_context()
 
 
-def test_the_backend_takes_both_schemes_and_declares_everything():
-    backend = PulsarBackend()
-    assert backend.schemes == ("pulsar", "pulsar+ssl")
-    assert len(backend.capabilities) > 0
-
-
 @pytest.mark.parametrize("text", ["a", "a b", "a/b", "ü", "=20", "%2F", "a-partition-0", "~", "\ud800", ".", "a.b_c-d"])
 def test_any_text_becomes_part_of_a_name_and_comes_back(text):
     name = encoded(text)
@@ -159,7 +152,5 @@ def test_headers_come_back_as_they_were():
     assert all(isinstance(value, str) for _, value in properties)
     assert to_headers(properties) == HEADERS
     assert properties[:2] == [("kind", "new"), ("kind", "again")]
-
-
-def test_anothers_property_that_looks_like_ours_is_taken_as_it_is():
+    # Another's property that looks like ours is taken as it is.
     assert to_headers([("txnbridge-b64.x", "no base64!")]) == [("txnbridge-b64.x", b"no base64!")]

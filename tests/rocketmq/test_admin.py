@@ -142,6 +142,11 @@ def test_a_broker_as_it_comes_is_safe_for_healthy_transactions_and_weak_in_a_cra
     assert all(word in told for word in ("after 450 s a half is discarded", "ASYNC_FLUSH", "ASYNC_MASTER"))
 
 
+def test_replicas_that_move_halves_to_other_brokers_are_a_problem():
+    (problem,) = found(AS_THEY_SHOULD_BE | {"enableSlaveActingMaster": "true"})
+    assert "-k enableSlaveActingMaster -v false" in problem.remedy
+
+
 # transactionTimeOut, transactionCheckInterval and transactionOpBatchInterval in milliseconds, and whether a live broker
 # with these settings sent check-backs for halves that had ended.
 MEASURED = [

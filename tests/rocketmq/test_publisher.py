@@ -3,6 +3,7 @@
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from threading import Barrier, BrokenBarrierError, Thread
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,9 @@ from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
+from tests.failing import fail_call
 from tests.in_time import paused, wait_until, within
+from tests.interrupts import Interrupted
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from tests.rocketmq.writing_kit import numbered
 from txnbridge import errors
@@ -63,6 +66,25 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(no_th
     no_threads(0)
     plain = RocketMQPublisher(cluster := Mock(**known))
     with pytest.raises(RuntimeError):
+        send(plain, "t", b"refused")
+    send(plain, "t", b"1")
+    plain.close(Deadline(LONG))
+    assert cluster.client.submit.call_count == 1
+
+
+@pytest.mark.offline
+def test_no_second_thread_sends_after_an_exception_of_a_signal_handler_while_the_first_one_started(monkeypatch):
+    known = {"topics.require.return_value": [Queue("t", "a", 0)], "brokers.config.return_value.message_bytes": 9}
+    plain, both = RocketMQPublisher(cluster := Mock(**known)), Barrier(2)
+
+    def meet(*_: object) -> Mock:
+        with suppress(BrokenBarrierError):
+            both.wait(0.5)
+        return Mock()
+
+    cluster.client.submit.side_effect = meet
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        fail_call(patch, Thread, "start", Interrupted, happens=True)
         send(plain, "t", b"refused")
     send(plain, "t", b"1")
     plain.close(Deadline(LONG))

@@ -58,7 +58,7 @@ class Publisher(ConnectionUser):
             raise InvalidOption("a sequence is a whole number from 0, below 2**63")
         name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
-        deadline = self._connection.deadline()
+        deadline = self._deadline()
         with deadline.holding(self._lock, _OTHERS):
             self._check()
             if sequence is not None:
@@ -90,7 +90,7 @@ class Publisher(ConnectionUser):
 
         Raise `DeliveryFailed` if one could not be stored, `DeadlineExceeded` after the bridge's timeout.
         """
-        deadline = self._connection.deadline()
+        deadline = self._deadline()
         with deadline.holding(self._lock, _OTHERS):
             self._check()
             with self._connection.events.step("flush"):
@@ -98,7 +98,7 @@ class Publisher(ConnectionUser):
 
     def last_sequence(self, topic: str | Topic) -> int | None:
         """Return the highest sequence stored under this publisher's name in a topic; None if there is none."""
-        deadline = self._connection.deadline()
+        deadline = self._deadline()
         with deadline.holding(self._lock, _OTHERS):
             self._check()
             self._check_named()
@@ -106,9 +106,11 @@ class Publisher(ConnectionUser):
 
     def close(self) -> None:
         """Wait until all messages are stored, and close the publisher."""
+        if self._connection.forked:
+            return
         deadline = self._connection.deadline()
         with deadline.holding(self._lock, _OTHERS):
-            if not self._closed and not self._connection.forked:
+            if not self._closed:
                 self._closed = True
                 self._publisher.close(deadline)
 
@@ -117,6 +119,10 @@ class Publisher(ConnectionUser):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _deadline(self) -> Deadline:
+        self._connection.check_open()  # before the lock, which a thread that is not in a forked child may hold
+        return self._connection.deadline()
 
     def _check(self) -> None:
         self._connection.check_open()

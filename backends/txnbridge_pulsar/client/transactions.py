@@ -82,18 +82,21 @@ class Transactions:
         self._connect(coordinator, ClientDeadline(timeout))
 
     def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
-        """Begin a transaction at the given coordinator, by default at the next one in round-robin order. The
-        coordinator aborts the transaction after `ttl_ms`.
+        """Begin a transaction at the given coordinator, by default at the next one in round-robin order, each
+        time it is asked. The coordinator aborts the transaction after `ttl_ms`.
 
         If the answer is lost, another transaction is begun; the first one stays empty and times out.
         """
         deadline = ClientDeadline(timeout)
         if coordinator is None:
             self._count = self._count or self._count_coordinators(deadline)
-            coordinator = next(self._next_coordinator) % self._count
-        # The field is named seconds and holds milliseconds.
-        asked = [("new_txn", {"txn_ttl_seconds": ttl_ms, "tc_id": coordinator})]
-        (answer,) = self._ask_repeatedly(coordinator, asked, deadline)
+
+        def attempt() -> Fields:
+            at = next(self._next_coordinator) % self._count if coordinator is None else coordinator
+            # The field is named seconds and holds milliseconds.
+            return self._ask(at, [("new_txn", {"txn_ttl_seconds": ttl_ms, "tc_id": at})], deadline)[0]
+
+        answer = retry(deadline, attempt)
         try:
             return TxnId(answer["txnid_most_bits"], answer["txnid_least_bits"])
         except KeyError:
@@ -117,7 +120,7 @@ class Transactions:
             named = [{"topic": full_topic_name(topic), "subscription": name} for topic, name in subscriptions]
             asked.append(("add_subscription_to_txn", {**txn.fields, "subscription": named}))
         if asked:
-            self._ask_repeatedly(txn.most, asked, deadline)
+            retry(deadline, lambda: self._ask(txn.most, asked, deadline))
 
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
         """Commit or abort a transaction. When this returns, all markers are written and all acknowledgements applied.
@@ -161,18 +164,12 @@ class Transactions:
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
         retry(deadline, lambda: self._lookup.connection(topic, _CONNECTION_KEY, deadline).ask(name, deadline, **fields))
 
-    def _ask_repeatedly(
-        self, coordinator: int, asked: Sequence[tuple[str, Fields]], deadline: ClientDeadline
-    ) -> list[Fields]:
+    def _ask(self, coordinator: int, asked: Sequence[tuple[str, Fields]], deadline: ClientDeadline) -> list[Fields]:
         """Send requests, given by their names and fields, without waiting in between; return the answers' fields."""
-
-        def attempt() -> list[Fields]:
-            connection = self._coordinator(coordinator, deadline)
-            with self._forgetting_lost_coordinator(coordinator):
-                answers = [connection.request(name, deadline, **fields) for name, fields in asked]
-                return [answer.result(deadline.left) for answer in answers]
-
-        return retry(deadline, attempt)
+        connection = self._coordinator(coordinator, deadline)
+        with self._forgetting_lost_coordinator(coordinator):
+            answers = [connection.request(name, deadline, **fields) for name, fields in asked]
+            return [answer.result(deadline.left) for answer in answers]
 
     def _coordinator(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:

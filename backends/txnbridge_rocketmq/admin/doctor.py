@@ -58,6 +58,9 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
             " older are blocked, and messages that were published twice cannot be recognized"
         )
         yield _problem(config, text, "messageIndexSafe", "true")
+    if config.is_on("enableSlaveActingMaster"):
+        text = "enableSlaveActingMaster: replicas may move halves to other brokers; published ones may count as aborted"
+        yield _problem(config, text, "enableSlaveActingMaster", "false")
     if config.is_on("indexRocksDBEnable"):
         text = "indexRocksDBEnable is true: looking messages up in that index was not tested"
         yield _warning(config, text, "use the broker's default index")

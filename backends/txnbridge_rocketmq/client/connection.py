@@ -198,8 +198,7 @@ class RemotingConnection:
             raise ResponseTimeout(f"{request.action}: too many requests are in flight to {self.address}")
         call = Call(self, request, opaque, until, slot)
         with self._lock:
-            ended = self._ended
-            if ended is None:
+            if (ended := self._ended) is None:
                 # Registered before the frame is sent, because the response may arrive before `send` returns
                 self._waiting[opaque] = call
         if ended is not None:

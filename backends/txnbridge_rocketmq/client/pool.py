@@ -273,9 +273,7 @@ class BlockingConnection:
 
 
 def _result(request: RpcRequest[Any], answer: RemotingCommand | RemotingError) -> Any:
-    if isinstance(answer, RemotingError):
-        return answer
     try:
-        return request.result(answer)
+        return answer if isinstance(answer, RemotingError) else request.result(answer)
     except RemotingError as error:
         return error

@@ -144,7 +144,8 @@ class RocketMQPublisher(Publisher):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or self._due(), self._next_due())
-                if self._ended:
+                # A thread is another one if a signal handler raised an exception while `_take` started it.
+                if self._ended or self._thread is not threading.current_thread():
                     return
                 due = self._due()
             for sender in due:

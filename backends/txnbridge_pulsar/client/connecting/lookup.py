@@ -72,8 +72,7 @@ class ConnectionPool:
             connection = self._connections.get(key)
         if connection is not None and not connection.closed:
             return connection  # another thread made it meanwhile
-        target = key[0]
-        connection = BrokerConnection.open(target.address, self._options, deadline, target.logical)
+        connection = BrokerConnection.open(key[0].address, self._options, deadline, key[0].logical)
         with self._lock:
             if not self._closed:
                 self._connections[key] = connection
