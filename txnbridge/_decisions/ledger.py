@@ -25,14 +25,18 @@ from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeU
 from txnbridge.spi import Ack, Held, Ledger, LedgerClaim, LedgerEntry, Partition
 
 _Key = TypeVar("_Key", bound=Hashable)
+_CLUSTER = "cluster"  # a name in the data of openings
 
 
 class LogLedger(Ledger):
-    def __init__(self, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool) -> None:
+    def __init__(
+        self, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool, cluster: str | None
+    ) -> None:
         self._opened_engine = engine
         self._id = id
         self._begin = begin
         self._made_up = made_up
+        self._cluster = cluster
 
     @property
     def _engine(self) -> Engine:
@@ -42,16 +46,27 @@ class LogLedger(Ledger):
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
         if self._made_up:
             return self._engine.open_made_up(path_of(self._id), check_data(data), deadline)
-        return self._engine.open(path_of(self._id), check_data(data), deadline).under.name
+        self.newest_opening(deadline)  # raises an error for an id of another cluster
+        return self._engine.open(path_of(self._id), self._stamped(data), deadline).under.name
 
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        return self._engine.open_behind(path_of(self._id), before, check_data(data), deadline)
+        return self._engine.open_behind(path_of(self._id), before, self._stamped(data), deadline)
 
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         newest = self._engine.newest_opening(path_of(self._id), deadline)
         if newest is None:
             return self._engine.made_up.get(path_of(self._id))
-        return newest.under.name, newest.data
+        data = dict(newest.data)
+        if (cluster := data.pop(_CLUSTER, None)) not in (None, self._cluster):
+            raise InvalidOption(
+                f"{self._id} in this decision log belongs to bridges of the cluster {cluster}: bridges of another"
+                " cluster need another application= or decision_log="
+            )
+        return newest.under.name, data
+
+    def _stamped(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return an opening's data with the cluster, if the log is kept elsewhere, where bridges of others find it."""
+        return check_data(data if self._cluster is None else {**data, _CLUSTER: self._cluster})
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)
