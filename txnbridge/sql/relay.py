@@ -52,6 +52,8 @@ _ROWS = 100
 _LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
 _PURGE_SECONDS = 10.0
+# The number of them that one statement deletes: few, so that it fits its deadline.
+_PURGE_ROWS = 10_000
 
 
 def _clusters(schema: str | None) -> sa.Table:
@@ -248,11 +250,17 @@ class OutboxStore:
         change = functools.partial(self._set_state, where=self._state.c.relay == relay, relay=None)
         self._database.ask(f"leaving {self._what}", change, deadline)
 
-    def purge(self, seconds: float, deadline: Deadline) -> None:
-        """Delete rows that were published more than `seconds` ago."""
-        old = (self._rows.c.state == PUBLISHED) & (self._rows.c.changed_at < _now() - int(seconds * 1000))
-        delete = sa.delete(self._rows).where(old)
-        self._database.ask(f"deleting published rows of {self._what}", lambda c: c.execute(delete), deadline)
+    def purge(self, seconds: float, deadline: Deadline) -> bool:
+        """Delete the first rows that were published more than `seconds` ago. Return whether more are left."""
+        r = self._rows.c
+        old = (r.state == PUBLISHED) & (r.changed_at < _now() - int(seconds * 1000))
+
+        def remove_some(connection: sa.Connection) -> bool:
+            end = connection.scalar(sa.select(r.id).where(old).order_by(r.id).offset(_PURGE_ROWS).limit(1))
+            connection.execute(sa.delete(self._rows).where(old if end is None else old & (r.id < end)))
+            return end is not None
+
+        return self._database.ask(f"deleting published rows of {self._what}", remove_some, deadline)
 
     def parked(self, deadline: Deadline) -> list[ParkedRow]:
         """Return the rows that the broker refused and an administrator has to judge (parked), without their values."""
@@ -441,7 +449,8 @@ class Relay(Service):
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             if self._keep is not None and time.monotonic() > self._purged + _PURGE_SECONDS:
-                self._store.purge(self._keep, self._connection.deadline())
+                if self._store.purge(self._keep, self._connection.deadline()):
+                    return True
                 self._purged = time.monotonic()
             self._stop.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST))
             return False
@@ -544,7 +553,8 @@ class Relay(Service):
         """Set a row aside that the broker refused in a transaction of its own, or raise `error` to try again."""
         if isinstance(error, errors.DeliveryFailed):
             self._failed_deliveries += 1
-            self._bridge.admin.topics()  # raises an error if the broker does not answer
+            with suppress(errors.AccessDenied):  # an answer, too
+                self._bridge.admin.topics()  # raises an error if the broker does not answer
             if self._failed_deliveries < _DELIVERIES:
                 raise error
         self._failed_deliveries = 0
