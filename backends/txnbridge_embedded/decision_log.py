@@ -89,7 +89,7 @@ class EmbeddedLog(DecisionLog):
                 connection.execute(
                     "UPDATE logs SET first = max(first, min(next, ?)) WHERE id = ?", (before[0], self._id)
                 )
-            while self._remove_batch(connection, deadline):
+            while self._remove_batch(connection, deadline) and not deadline.expired:  # a later trim removes the rest
                 pass
 
     def _remove_batch(self, connection: FileConnection, deadline: Deadline) -> bool:
