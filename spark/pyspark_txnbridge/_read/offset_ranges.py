@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -253,8 +253,8 @@ RECREATED = "the topic was deleted and recreated since"
 # --- the next batch of a stream --------------------------------------------------------------------------------------
 
 
-def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
-    """Return the end of a stream's next batch that begins at `start`.
+def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions, kept: Collection[str] = ()) -> Offsets:
+    """Return the end of a stream's next batch that begins at `start`. The topics `kept` were certainly not recreated.
 
     Two kinds of partitions are not read in this batch: new ones, and those that cannot be read at the stream's
     position. The batch only records the first positions of these partitions. So the next batch begins there, however
@@ -264,7 +264,9 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
     for partition, (first, end) in sorted(bounds.items()):
         at = start.get(partition, first)
         _check_kept(partition, at, at, bounds, options)
-        end_offsets[partition] = end if partition in start and first <= at <= end else first
+        # A log that ends before the position was truncated, or belongs to a topic that was recreated.
+        continues = partition in start and first <= at and (at <= end or partition[0] in kept)
+        end_offsets[partition] = end if continues else first
     for partition in sorted(start.keys() - bounds.keys()):
         _check_kept(partition, start[partition], start[partition], bounds, options)
     return end_offsets
