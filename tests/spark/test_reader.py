@@ -38,7 +38,7 @@ from pyspark_txnbridge._read.readers import BatchReader, StreamReader
 def nothing_read():
     yield
     _fetch._feeds.clear()
-    _offset_ranges._planners.clear()
+    _offset_ranges.planners.clear()
 
 
 @pytest.fixture

@@ -52,19 +52,7 @@ _ROWS = 100
 _LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
 _PURGE_SECONDS = 10.0
-# The number of them that one statement deletes: few, so that it fits its deadline.
-_PURGE_ROWS = 10_000
-
-
-def _clusters(schema: str | None) -> sa.Table:
-    """Return the table that says to which broker's cluster the messages of each outbox go."""
-    return sa.Table(
-        "txnbridge_outbox_clusters",
-        sa.MetaData(schema=schema),
-        sa.Column("outbox", sa.String(40), primary_key=True),
-        sa.Column("cluster", sa.String(255), nullable=False),
-        **EXACT_TEXT,
-    )
+_PURGE_ROWS = 10_000  # the most of them that one statement deletes, so that it fits its deadline
 
 
 class _StoredText(sa.TypeDecorator[str]):
@@ -105,8 +93,13 @@ class OutboxStore:
     def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
         self._rows, self._state = outbox.rows, outbox.state
         self._name = outbox.name
-        self._clusters = _clusters(self._state.schema)
-        self._tables = (*outbox.tables, self._clusters)
+        self._clusters = sa.Table(  # to which broker's cluster the messages of each outbox go
+            "txnbridge_outbox_clusters",
+            sa.MetaData(schema=self._state.schema),
+            sa.Column("outbox", sa.String(40), primary_key=True),
+            sa.Column("cluster", sa.String(255), nullable=False),
+            **EXACT_TEXT,
+        )
         waiting = self._rows.c.state == WAITING
         columns = [self._state.c[name] for name in OutboxState._fields]
         self._select_state = sa.select(*columns)
@@ -133,14 +126,11 @@ class OutboxStore:
             insert_missing(connection, self._state, number=1, version=0, parked=0)
             insert_missing(connection, self._clusters, outbox=self._name, cluster=cluster)
 
-        def read(connection: sa.Connection) -> str:
-            c = self._clusters.c
-            return str(connection.scalar(sa.select(c.cluster).where(c.outbox == self._name)))
-
         trial = self._rows, "topic", {"state": PUBLISHED, "changed_at": 0}
-        self._database.open(self._tables, [trial], deadline)
+        self._database.open((self._rows, self._state, self._clusters), [trial], deadline)
         self._database.ask(f"opening {self._what}", insert, deadline)
-        if (known := self._database.ask(f"opening {self._what}", read, deadline)) != cluster:
+        mine = sa.select(self._clusters.c.cluster).where(self._clusters.c.outbox == self._name)
+        if (known := self._database.ask(f"opening {self._what}", lambda c: c.scalar(mine), deadline)) != cluster:
             raise errors.InvalidOption(
                 f"{self._what} is published on the cluster {known}, and this bridge is connected to another, {cluster}:"
                 f" connect to the first, or delete the row of {self._clusters.name} to publish what waits on the second"
@@ -384,12 +374,8 @@ class Relay(Service):
         self._seen = (-1, 0.0)  # the last version of the state, and when it was seen first
         self._failing_since: float | None = None
         self._purged = 0.0
-        self._stats = RelayStats()
+        self.stats: RelayStats = RelayStats()
         self._add(published=0, parked=0)
-
-    @property
-    def stats(self) -> RelayStats:
-        return self._stats
 
     @property
     def healthy(self) -> bool:
@@ -563,7 +549,7 @@ class Relay(Service):
             self._add(parked=1)
 
     def _add(self, **more: int) -> None:
-        self._stats = self._stats._replace(**{name: getattr(self._stats, name) + more[name] for name in more})
+        self.stats = self.stats._replace(**{name: getattr(self.stats, name) + more[name] for name in more})
         self._connection.events.emit("relay.count", "after", None, service=self._name, **more)
 
 

@@ -55,7 +55,7 @@ def connect(options: SourceOptions) -> Bridge:
 
 def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
     """Return the topics' ids, and each partition's readable bounds. Raise `NotFound` for a missing topic."""
-    with _planners.held(options, lambda: connect(options)) as bridge:
+    with planners.held(options, lambda: connect(options)) as bridge:
         while True:
             topics = _topics(bridge, options)
             # The ids are read first, so that those of a topic recreated meanwhile are not taken for the old one's.
@@ -89,12 +89,7 @@ def _warn_of_unreadable(topic: str) -> None:
     _log.warning("topic %r fits subscribePattern, and is left out: this user may not read it", topic)
 
 
-def close_planner(options: SourceOptions) -> None:
-    """Close the connection that this process keeps for planning batches (`topic_bounds`)."""
-    _planners.drop(options)
-
-
-_planners: ClientPool[Bridge] = ClientPool()
+planners: ClientPool[Bridge] = ClientPool()  # the connections that this process keeps for planning batches
 
 
 # --- where to begin and to end ---------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ def _first_since(since: Since, partitions: Sequence[Partition], bounds: Bounds, 
     missing, found, patience = set(partitions), Offsets(), Deadline(options.timeout)
     topics = sorted({topic for topic, _ in partitions})
     with (
-        _planners.held(options, lambda: connect(options)) as bridge,
+        planners.held(options, lambda: connect(options)) as bridge,
         bridge.consumer(topics, start=since.milliseconds) as consumer,
     ):
         while missing:

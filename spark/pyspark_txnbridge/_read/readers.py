@@ -99,7 +99,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return self._tasks(offset_ranges.ranges(begin, until, bounds, self._options, planned))
 
     def stop(self) -> None:
-        offset_ranges.close_planner(self._options)
+        offset_ranges.planners.drop(self._options)
 
 
 class BatchReader(_RangeReader, DataSourceReader):
