@@ -27,7 +27,10 @@ __all__ = ["Codec", "CodecContext", "avro", "bytes", "confluent", "dataclass_jso
 _T = TypeVar("_T")
 
 # JSON that has it may become what JSON cannot express: a lone surrogate, NaN, or an infinity, also from a text.
-_SUSPECT = re.compile(rb'\\u[dD]|[eE]\+?\d{3}|\d{200}|NaN|Infinity|"\s*[-+]?(?i:nan|inf|infinity)\s*"')
+_SUSPECT = re.compile(  # also a text that only resembles one: it costs time, and no more
+    rb"\\u(?:[dD]|00(?:2[bBdD]|3\d|[4-7]))|[eE]\+?[\d_]{3}|[\d_]{200}|NaN|Infinity|"
+    rb'"(?:\s|[^\x00-\x7f]|\\[bfnrt]|\\u\w{4})*[-+_]*(?i:n_?a_?n|i_?n_?f(_?i_?n_?i_?t_?y)?)\b'
+)
 
 
 @dataclass(frozen=True)

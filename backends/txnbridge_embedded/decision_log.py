@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from txnbridge.errors import OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection
 
@@ -43,12 +43,11 @@ class EmbeddedLog(DecisionLog):
         return first, following
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        session = self._session
         try:
             with (
-                session(deadline) as connection,
-                session.store.events.step("step:append", bytes=len(record)),
-                session.store.writing(connection, deadline, "appending a decision"),
+                self._session(deadline) as connection,
+                self._session.store.events.step("step:append", bytes=len(record)),
+                self._session.store.writing(connection, deadline, "appending a decision"),
             ):
                 ((following,),) = connection.execute(
                     "UPDATE logs SET next = next + 1 WHERE id = ? RETURNING next", (self._id,)
@@ -83,23 +82,20 @@ class EmbeddedLog(DecisionLog):
             raise PositionLost(f"the decision log was trimmed while it was read, at record {at}")
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        session = self._session
-        with session(deadline) as connection:
-            with session.store.writing(connection, deadline, "trimming a decision log"):
+        with self._session(deadline) as connection:
+            with self._session.store.writing(connection, deadline, "trimming a decision log"):
                 connection.execute(
                     "UPDATE logs SET first = max(first, min(next, ?)) WHERE id = ?", (before[0], self._id)
                 )
-            while self._remove_batch(connection, deadline):
+            while self._remove_batch(connection, deadline) and not deadline.expired:  # a later trim removes the rest
                 pass
 
     def _remove_batch(self, connection: FileConnection, deadline: Deadline) -> bool:
         most = self._session.store.settings.timing.log_trim_rows
         with self._session.store.writing(connection, deadline, "trimming a decision log"):
             (first,) = connection.execute("SELECT first FROM logs WHERE id = ?", (self._id,)).fetchone()
-            if not first:
-                return False
             removed = connection.execute(
-                "DELETE FROM log_records WHERE id IN (SELECT id FROM log_records WHERE id BETWEEN ? AND ? LIMIT ?)",
-                (self._base, self._base | min(first - 1, MAX_OFFSET), most),
+                "DELETE FROM log_records WHERE id IN (SELECT id FROM log_records WHERE id >= ? AND id < ? LIMIT ?)",
+                (self._base, self._base + first, most),
             )
             return removed.rowcount == most

@@ -109,7 +109,8 @@ def test_bytes_that_cannot_be_decoded_are_poison_and_keep_the_raw_message(codec:
 FLOATS = codecs.pydantic(float)
 UNSENDABLE = [b"NaN", b"-1e400", b"9" * 400 + b".5", b"9" * 300 + b"e99", b'"\\ud800"', b'"\xed\xa0\x80"']
 UNSENDABLE += ["NaN".encode("utf-16")]
-TEXTS = [b'"NaN"', b'" -inf"', b'"1e999"']  # which pydantic takes for numbers
+TEXTS = [b'"NaN"', b'" -inf"', b'"1e999"', b'"1e9_99"', b'"\\u0069nf"']  # which pydantic takes for numbers
+TEXTS += [b'"\\ti_nf"', b'"\xc2\xa0INF\\n"', b'"\\u3000-infinity\xe2\x80\x83"', b'"%b"' % (b"1_" * 400)[:-1]]
 
 
 @pytest.mark.parametrize(("codec", "data"), [*product([codecs.json, FLOATS], UNSENDABLE), *product([FLOATS], TEXTS)])

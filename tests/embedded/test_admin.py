@@ -19,6 +19,7 @@ from tests.embedded.kit import (
     values,
 )
 from tests.embedded.test_writer import failing
+from tests.failing import on_call
 from txnbridge.errors import DeadlineExceeded, EvidenceLost, InvalidOption, NotFound, TransactionTimedOut
 from txnbridge.spi import Begin, Deadline, Decision, Outcome, Writer
 
@@ -227,6 +228,16 @@ def test_much_is_removed_in_pieces(opened, clock):
     assert trim(broker) == 4
     assert rows(broker, "SELECT first, next FROM partitions") == [(10, 10)]
     assert rows(broker, "SELECT * FROM messages") == []
+
+
+def test_the_doctor_stops_removing_messages_at_its_deadline(opened, clock, monkeypatch):
+    broker, deadline = opened(timing=Timing(removed_rows=3)), Deadline(1000)
+    create(broker, retention_seconds=1)
+    commit(open_writer(broker), "orders", *[b"x"] * 10)
+    clock.ahead += 10**9
+    on_call(monkeypatch, retention, "_trim_batch", lambda *_: setattr(deadline, "at", 0))
+    broker.admin.check(deadline)
+    assert rows(broker, "SELECT first, next FROM partitions") == [(3, 10)]
 
 
 def test_writers_remove_expired_messages_while_they_write(opened, clock):

@@ -34,13 +34,12 @@ def test_a_trimmed_log_begins_later_and_numbers_on(opened):
     assert read(log) == [((positions[9][0] + 1,), b"next")]
 
 
-def test_the_next_trim_removes_the_records_that_a_dead_process_left(broker, monkeypatch):
+def test_the_next_trim_removes_the_records_for_which_there_was_no_time(opened):
+    broker = opened(timing=Timing(log_trim_rows=2))
     log = broker.decision_log("default", Deadline(5))
     positions = append(log, *[b"%d" % number for number in range(10)])
-    with monkeypatch.context() as patch:
-        patch.setattr(log, "_remove_batch", lambda *_: False)
-        log.trim(positions[5], Deadline(5))
-    assert rows(broker, "SELECT count(*) FROM log_records") == [(10,)]
+    log.trim(positions[5], Deadline(0))
+    assert rows(broker, "SELECT count(*) FROM log_records") == [(8,)]
     assert [record for _, record in read(log)] == [b"5", b"6", b"7", b"8", b"9"]
     log.trim(positions[6], Deadline(5))
     assert rows(broker, "SELECT count(*) FROM log_records") == [(4,)]

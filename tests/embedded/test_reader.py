@@ -1,5 +1,6 @@
 """Reading without a group: exactly the committed messages, each partition in order."""
 
+import shutil
 import tempfile
 from contextlib import suppress
 
@@ -45,6 +46,15 @@ def take(reader, count):
 
 def take_values(reader, count):
     return [message.value for message in take(reader, count)]
+
+
+def test_a_reader_notices_that_its_file_was_replaced(broker, reading):
+    reader = reading()
+    copy = broker.store.path.with_suffix(".copy")
+    shutil.copy(broker.store.path, copy)
+    copy.rename(broker.store.path)
+    with pytest.raises(StorageFailed, match="moved or replaced"):
+        take(reader, 1)
 
 
 texts = st.none() | st.binary(max_size=3)

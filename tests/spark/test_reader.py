@@ -38,7 +38,7 @@ from pyspark_txnbridge._read.readers import BatchReader, StreamReader
 def nothing_read():
     yield
     _fetch._feeds.clear()
-    _offset_ranges._planners.clear()
+    _offset_ranges.planners.clear()
 
 
 @pytest.fixture
@@ -468,6 +468,21 @@ def test_retention_that_passes_a_task_while_it_reads_is_noticed(url, bridge, top
         values(reader, [task])
     accepting = BatchReader(SourceOptions.parse({"url": url, "topic": topic, "failOnDataLoss": "false"}))
     assert values(accepting, [task]) == list(range(4, 10))
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+def test_where_losses_are_accepted_a_truncated_log_is_not_read_again(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    stream = Stream(url, topic, startingOffsets="earliest")
+    stream.run()
+    stream.at[topic]["0"] += 5
+    with pytest.raises(PositionLost, match="can be read up to 10 only"):
+        Stream(url, topic, start=stream.at).run()
+    stream = Stream(url, topic, start=stream.at, failOnDataLoss="false")
+    assert flat(stream.run()) == []
+    send(bridge, topic, [10], partition=0)
+    assert flat(stream.run()) == [10]
 
 
 @where_positions_are_numbers

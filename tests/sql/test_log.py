@@ -16,6 +16,7 @@ import txnbridge
 from tests.core.decisions.test_ledger import LedgerBackend
 from tests.core.races import Through, race
 from tests.core.test_fork import in_child, outlive_parent
+from tests.core.toy import ToyBroker
 from tests.failing import raising
 from tests.in_time import takes, within
 from tests.keeping import keeping
@@ -441,6 +442,24 @@ def test_a_token_is_refused_by_a_bridge_that_keeps_its_decisions_elsewhere(url, 
                 pass
         with pytest.raises(errors.InvalidToken, match="its own broker"):
             status(txn.token, decision_log=url)
+
+
+def test_an_id_in_a_log_elsewhere_belongs_to_one_cluster(url):
+    """Fencing, a group's start and the lanes of half messages would otherwise be told of another cluster's."""
+    backend = LedgerBackend()
+
+    def connect(**how):
+        return txnbridge.connect("toy:", transactional_id="billing", **how)
+
+    with plugins.registered(backend):
+        with connect(decision_log=url) as bridge, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ToyBroker, "cluster", property(lambda _: "another", lambda *_: None), raising=False)
+            with pytest.raises(errors.InvalidOption, match=r"billing in this .* cluster toy-cluster"):
+                connect(decision_log=url)
+            connect(decision_log=url, application="shipping").close()
+            with bridge.transaction(prepare=True):
+                pass
+        connect(decision_log=url).close()
 
 
 def test_the_error_without_sqlalchemy_says_what_to_install(tmp_path, monkeypatch):

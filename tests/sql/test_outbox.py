@@ -26,6 +26,7 @@ from tests.inside import connection_of
 from tests.sql.outbox_programs import TOPIC, Shop, confuse_names, outbox, publish_all, relay_until_killed
 from tests.sql.test_database_chaos import started
 from txnbridge import Outcome, codecs
+from txnbridge._admin import Admin
 from txnbridge.cli import main
 from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidOption, InvalidState
 from txnbridge.spi import Deadline
@@ -438,8 +439,9 @@ def test_a_look_reads_no_more_bytes_than_a_batch_takes(engine, bridge, monkeypat
 
 @pytest.mark.parametrize(("error", "failures", "parked"), [(DeliveryFailed, 3, 1), (AccessDenied, 4, 0)])
 def test_an_undeliverable_row_is_parked_after_three_attempts_but_a_missing_right_is_waited_for(
-    engine, shop, bridge, broken_broker, error, failures, parked
+    engine, shop, bridge, broken_broker, monkeypatch, error, failures, parked
 ):
+    fail_call(monkeypatch, Admin, "topics", AccessDenied("not for this role"), EACH)  # whose broker answers
     failed: list[object] = []
 
     def fail_first(inner, *message):
@@ -621,13 +623,16 @@ def test_a_relay_refuses_a_database_that_does_not_wait_for_the_disk(careless, br
     assert values(bridge) == []
 
 
-def test_published_rows_are_kept_as_long_as_asked_and_are_not_published_again(engine, bridge):
-    send(engine, b"1")
+def test_published_rows_are_kept_as_long_as_asked_and_then_deleted_a_few_at_a_time(engine, bridge, monkeypatch):
+    monkeypatch.setattr("txnbridge.sql.relay._PURGE_ROWS", 2, raising=False)
+    purged = note_calls(monkeypatch, OutboxStore, "purge", lambda *_: count(engine))
+    send(engine, *(b"%d" % number for number in range(6)))
     relay_all(bridge, engine, keep=600)
-    assert count(engine) == 1
+    assert count(engine) == 6
     with bridge.relay(outbox(), engine, keep=0):
         eventually(lambda: count(engine) == 0, "a published row stays")
-    assert values(bridge) == [b"1"]
+    assert purged[-3:] == [6, 4, 2]
+    assert sorted(values(bridge)) == [b"%d" % number for number in range(6)]
 
 
 def test_a_relay_waits_for_its_database_and_stops_meanwhile(bridge, caplog):

@@ -113,6 +113,7 @@ class Decisions:
         events: Emitter | None = None,
         name: str | None = None,
         place: str | None = None,
+        cluster: str | None = None,
         host: str = "",
         lifetime: float = _LIFETIME,
         tidy_after: int = TIDY_RECORDS,
@@ -123,9 +124,11 @@ class Decisions:
 
         A token may be asked about for `lifetime` seconds after its transaction began: at least its timeout plus hold.
         `name` is the log's name, and `place` its store's name if this is not the bridge's broker: each token has both.
+        `cluster` is then the bridge's: ledgers refuse ids of another cluster.
         `host` describes this process to owners that it fences. After `tidy_after` records a snapshot is written.
         """
         self._name = name
+        self._cluster = cluster
         self._timeout = timeout
         begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
         events = events if events is not None else Emitter("", ())
@@ -343,7 +346,7 @@ class Decisions:
         If the ledger is for the transaction of a token, `begin` is the token's field `log`. `made_up` is True if this
         process has made the id up for itself, so that no other process opens the id.
         """
-        return LogLedger(self._engine, id, begin_of(begin), made_up)
+        return LogLedger(self._engine, id, begin_of(begin), made_up, self._cluster)
 
     def close(self) -> None:
         """Close the log. Safe to repeat. In the child of a fork do nothing, because the connection is the parent's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from txnbridge._base.deadline import Deadline
@@ -25,14 +26,16 @@ from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeU
 from txnbridge.spi import Ack, Held, Ledger, LedgerClaim, LedgerEntry, Partition
 
 _Key = TypeVar("_Key", bound=Hashable)
+_CLUSTER = "cluster"  # a name in the data of openings
 
 
+@dataclass(eq=False, repr=False)
 class LogLedger(Ledger):
-    def __init__(self, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool) -> None:
-        self._opened_engine = engine
-        self._id = id
-        self._begin = begin
-        self._made_up = made_up
+    _opened_engine: Engine
+    _id: str
+    _begin: EvidenceBegin | None
+    _made_up: bool
+    _cluster: str | None
 
     @property
     def _engine(self) -> Engine:
@@ -42,16 +45,25 @@ class LogLedger(Ledger):
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
         if self._made_up:
             return self._engine.open_made_up(path_of(self._id), check_data(data), deadline)
-        return self._engine.open(path_of(self._id), check_data(data), deadline).under.name
+        self.newest_opening(deadline)  # raises an error for an id of another cluster
+        return self._engine.open(path_of(self._id), self._with_cluster(data), deadline).under.name
 
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        return self._engine.open_behind(path_of(self._id), before, check_data(data), deadline)
+        return self._engine.open_behind(path_of(self._id), before, self._with_cluster(data), deadline)
 
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         newest = self._engine.newest_opening(path_of(self._id), deadline)
         if newest is None:
             return self._engine.made_up.get(path_of(self._id))
-        return newest.under.name, newest.data
+        data = dict(newest.data)
+        if (cluster := data.pop(_CLUSTER, None)) not in (None, self._cluster):
+            raise InvalidOption(
+                f"{self._id} in this decision log belongs to cluster {cluster}: bridges to others need another application="
+            )
+        return newest.under.name, data
+
+    def _with_cluster(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return check_data(data if self._cluster is None else {**data, _CLUSTER: self._cluster})
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)

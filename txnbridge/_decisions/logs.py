@@ -81,6 +81,7 @@ class DecisionLogs:
             events=connection.events,
             name=name,
             place=place,
+            cluster=None if place is None else connection.broker.cluster,
             host=connection.identity.host,
             timing=connection.timing,
         )

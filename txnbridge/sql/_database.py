@@ -115,12 +115,10 @@ class Database:
             _require_durable(connection, self._what, deadline)
             _make_tables(connection, tables, self._what)
 
-        def check(connection: sa.Connection) -> None:
-            for trial in trials:
-                _require_suitable(connection, self._what, *trial)
-
-        for each in (create, check) if trials else (create,):  # only a trial needs SQLite's write lock
-            self.ask(f"opening {self._what}", each, deadline)
+        self.ask(f"opening {self._what}", create, deadline)
+        for table, name, row in trials:  # only a trial needs SQLite's write lock
+            check = partial(_require_suitable, what=self._what, table=table, name=name, row=row)
+            self.ask(f"opening {self._what}", check, deadline)
 
     def ask(self, what: str, question: Callable[[sa.Connection], T], deadline: Deadline, *, once: bool = False) -> T:
         """Run `question` in a database transaction, and repeat it after temporary errors until the deadline.

@@ -73,10 +73,7 @@ class SqlLogs:
         if len(name) > _LONGEST_NAME:
             raise InvalidOption(f"the name of a decision log in SQL takes at most {_LONGEST_NAME} characters")
         self.cluster(deadline)
-
-        def create(connection: sa.Connection) -> None:
-            insert_missing(connection, _logs, name=name, first=0, next=0)
-
+        create = functools.partial(insert_missing, table=_logs, name=name, first=0, next=0)
         self._database.ask(f"opening the decision log {name!r}", create, deadline)
         return SqlLog(name, self._database)
 

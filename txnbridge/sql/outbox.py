@@ -26,6 +26,8 @@ from txnbridge.sql._database import EXACT_TEXT, commits_each_statement
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 _LARGEST_VALUE = 1 << 30  # of a column, in bytes; some databases have a smaller type for smaller columns
 
+_header_makers = functools.cache(plugins.header_makers)
+
 # States of a row. A row of a batch that is being published is still waiting.
 WAITING, PUBLISHED, PARKED = 0, 1, 2
 
@@ -254,11 +256,6 @@ def _packed(headers: RawHeaders) -> str | None:
     if not headers:
         return None
     return json.dumps([(name, None if value is None else value.decode("latin-1")) for name, value in headers])
-
-
-@functools.lru_cache(1)
-def _header_makers() -> list[Any]:
-    return plugins.header_makers()
 
 
 def _insert_in_order(rows: sa.Table) -> sa.Insert:

@@ -52,17 +52,7 @@ _ROWS = 100
 _LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
 _PURGE_SECONDS = 10.0
-
-
-def _clusters(schema: str | None) -> sa.Table:
-    """Return the table that says to which broker's cluster the messages of each outbox go."""
-    return sa.Table(
-        "txnbridge_outbox_clusters",
-        sa.MetaData(schema=schema),
-        sa.Column("outbox", sa.String(40), primary_key=True),
-        sa.Column("cluster", sa.String(255), nullable=False),
-        **EXACT_TEXT,
-    )
+_PURGE_ROWS = 10_000  # the most of them that one statement deletes, so that it fits its deadline
 
 
 class _StoredText(sa.TypeDecorator[str]):
@@ -103,8 +93,13 @@ class OutboxStore:
     def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
         self._rows, self._state = outbox.rows, outbox.state
         self._name = outbox.name
-        self._clusters = _clusters(self._state.schema)
-        self._tables = (*outbox.tables, self._clusters)
+        self._clusters = sa.Table(  # to which broker's cluster the messages of each outbox go
+            "txnbridge_outbox_clusters",
+            sa.MetaData(schema=self._state.schema),
+            sa.Column("outbox", sa.String(40), primary_key=True),
+            sa.Column("cluster", sa.String(255), nullable=False),
+            **EXACT_TEXT,
+        )
         waiting = self._rows.c.state == WAITING
         columns = [self._state.c[name] for name in OutboxState._fields]
         self._select_state = sa.select(*columns)
@@ -131,14 +126,11 @@ class OutboxStore:
             insert_missing(connection, self._state, number=1, version=0, parked=0)
             insert_missing(connection, self._clusters, outbox=self._name, cluster=cluster)
 
-        def read(connection: sa.Connection) -> str:
-            c = self._clusters.c
-            return str(connection.scalar(sa.select(c.cluster).where(c.outbox == self._name)))
-
         trial = self._rows, "topic", {"state": PUBLISHED, "changed_at": 0}
-        self._database.open(self._tables, [trial], deadline)
+        self._database.open((self._rows, self._state, self._clusters), [trial], deadline)
         self._database.ask(f"opening {self._what}", insert, deadline)
-        if (known := self._database.ask(f"opening {self._what}", read, deadline)) != cluster:
+        mine = sa.select(self._clusters.c.cluster).where(self._clusters.c.outbox == self._name)
+        if (known := self._database.ask(f"opening {self._what}", lambda c: c.scalar(mine), deadline)) != cluster:
             raise errors.InvalidOption(
                 f"{self._what} is published on the cluster {known}, and this bridge is connected to another, {cluster}:"
                 f" connect to the first, or delete the row of {self._clusters.name} to publish what waits on the second"
@@ -248,11 +240,17 @@ class OutboxStore:
         change = functools.partial(self._set_state, where=self._state.c.relay == relay, relay=None)
         self._database.ask(f"leaving {self._what}", change, deadline)
 
-    def purge(self, seconds: float, deadline: Deadline) -> None:
-        """Delete rows that were published more than `seconds` ago."""
-        old = (self._rows.c.state == PUBLISHED) & (self._rows.c.changed_at < _now() - int(seconds * 1000))
-        delete = sa.delete(self._rows).where(old)
-        self._database.ask(f"deleting published rows of {self._what}", lambda c: c.execute(delete), deadline)
+    def purge(self, seconds: float, deadline: Deadline) -> bool:
+        """Delete the first rows that were published more than `seconds` ago. Return whether more are left."""
+        r = self._rows.c
+        old = (r.state == PUBLISHED) & (r.changed_at < _now() - int(seconds * 1000))
+
+        def remove_some(connection: sa.Connection) -> bool:
+            end = connection.scalar(sa.select(r.id).where(old).order_by(r.id).offset(_PURGE_ROWS).limit(1))
+            connection.execute(sa.delete(self._rows).where(old if end is None else old & (r.id < end)))
+            return end is not None
+
+        return self._database.ask(f"deleting published rows of {self._what}", remove_some, deadline)
 
     def parked(self, deadline: Deadline) -> list[ParkedRow]:
         """Return the rows that the broker refused and an administrator has to judge (parked), without their values."""
@@ -376,12 +374,8 @@ class Relay(Service):
         self._seen = (-1, 0.0)  # the last version of the state, and when it was seen first
         self._failing_since: float | None = None
         self._purged = 0.0
-        self._stats = RelayStats()
+        self.stats: RelayStats = RelayStats()
         self._add(published=0, parked=0)
-
-    @property
-    def stats(self) -> RelayStats:
-        return self._stats
 
     @property
     def healthy(self) -> bool:
@@ -441,7 +435,8 @@ class Relay(Service):
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             if self._keep is not None and time.monotonic() > self._purged + _PURGE_SECONDS:
-                self._store.purge(self._keep, self._connection.deadline())
+                if self._store.purge(self._keep, self._connection.deadline()):
+                    return True
                 self._purged = time.monotonic()
             self._stop.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST))
             return False
@@ -544,7 +539,8 @@ class Relay(Service):
         """Set a row aside that the broker refused in a transaction of its own, or raise `error` to try again."""
         if isinstance(error, errors.DeliveryFailed):
             self._failed_deliveries += 1
-            self._bridge.admin.topics()  # raises an error if the broker does not answer
+            with suppress(errors.AccessDenied):  # an answer, too
+                self._bridge.admin.topics()  # raises an error if the broker does not answer
             if self._failed_deliveries < _DELIVERIES:
                 raise error
         self._failed_deliveries = 0
@@ -553,7 +549,7 @@ class Relay(Service):
             self._add(parked=1)
 
     def _add(self, **more: int) -> None:
-        self._stats = self._stats._replace(**{name: getattr(self._stats, name) + more[name] for name in more})
+        self.stats = self.stats._replace(**{name: getattr(self.stats, name) + more[name] for name in more})
         self._connection.events.emit("relay.count", "after", None, service=self._name, **more)
 
 

@@ -227,7 +227,7 @@ class EmbeddedAdmin(Admin):
                 names = [name for (name,) in connection.execute("SELECT name FROM topics").fetchall()]
                 topics = [self._store.topic(connection, name) for name in names]
             for topic in topics:
-                while not retention.trim(self._store, connection, topic, deadline):
+                while not (retention.trim(self._store, connection, topic, deadline) or deadline.expired):
                     pass
         except TxnBridgeError as error:
             yield Advice("problem", "writing", str(error), "free disk space, or stop the process that locks the file")
@@ -305,15 +305,13 @@ class EmbeddedAdmin(Admin):
         with self._store.reading(connection, deadline):
             deleted = connection.execute("SELECT partition_id FROM garbage").fetchall()
         for (partition,) in deleted:
-            while not (self._remove_batch(connection, partition, deadline) or deadline.expired):
-                pass
-
-    def _remove_batch(self, connection: FileConnection, partition: int, deadline: Deadline) -> bool:
-        with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
-            done = ending.remove_messages(self._store, connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
-            if done:
-                connection.execute("DELETE FROM garbage WHERE partition_id = ?", (partition,))
-            return done
+            is_over = False
+            while not is_over:
+                with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
+                    done = ending.remove_messages(self._store, connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
+                    if done:
+                        connection.execute("DELETE FROM garbage WHERE partition_id = ?", (partition,))
+                is_over = done or deadline.expired
 
 
 def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partition]:

@@ -314,9 +314,13 @@ class Store:
             _roll_back(connection)
             connection.leave()
 
-    def _begin(self, connection: FileConnection, deadline: Deadline, what: str) -> None:
+    def require_in_place(self) -> None:
+        """Raise `StorageFailed` if the file was removed, moved or replaced since it was opened."""
         if self._inode is not None and not files.in_place(self.path, self._inode):
             raise files.moved(self.path)
+
+    def _begin(self, connection: FileConnection, deadline: Deadline, what: str) -> None:
+        self.require_in_place()
         _roll_back(connection)  # a signal handler's exception may have left a SQLite transaction open
         self._wait_to_be_first(connection, deadline)
         try:

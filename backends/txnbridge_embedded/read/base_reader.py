@@ -121,6 +121,7 @@ class PollingReader(Reader):
     def _refresh_state(self, deadline: Deadline) -> None:
         """Read the file's state, and abort expired transactions that keep this reader from messages."""
         begun = time.thread_time()
+        self._store.require_in_place()
         self._changes.remember_version()
         bounds = self._observe(deadline)
         self._check_topics(topic for topic, _ in bounds)

@@ -32,13 +32,12 @@ def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.Recor
     begin_call()
     topics = options.topics or (wanted.topic,)  # with subscribePattern each topic has a connection
     key = options, topics
-    with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:  # closed also if Spark stops reading early
-        if feed.has(wanted):
-            yield from feed.read(wanted)
-            return
-    _feeds.drop(key)  # the topic has more partitions now, or was recreated
-    with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:
-        yield from feed.read(wanted)
+    for is_new in (False, True):
+        with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:  # closed also if Spark stops reading early
+            if is_new or feed.has(wanted):
+                yield from feed.read(wanted)
+                return
+        _feeds.drop(key)  # the topic has more partitions now, or was recreated
 
 
 class TopicFeed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -55,7 +55,7 @@ def connect(options: SourceOptions) -> Bridge:
 
 def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
     """Return the topics' ids, and each partition's readable bounds. Raise `NotFound` for a missing topic."""
-    with _planners.held(options, lambda: connect(options)) as bridge:
+    with planners.held(options, lambda: connect(options)) as bridge:
         while True:
             topics = _topics(bridge, options)
             # The ids are read first, so that those of a topic recreated meanwhile are not taken for the old one's.
@@ -89,12 +89,7 @@ def _warn_of_unreadable(topic: str) -> None:
     _log.warning("topic %r fits subscribePattern, and is left out: this user may not read it", topic)
 
 
-def close_planner(options: SourceOptions) -> None:
-    """Close the connection that this process keeps for planning batches (`topic_bounds`)."""
-    _planners.drop(options)
-
-
-_planners: ClientPool[Bridge] = ClientPool()
+planners: ClientPool[Bridge] = ClientPool()  # the connections that this process keeps for planning batches
 
 
 # --- where to begin and to end ---------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ def _first_since(since: Since, partitions: Sequence[Partition], bounds: Bounds, 
     missing, found, patience = set(partitions), Offsets(), Deadline(options.timeout)
     topics = sorted({topic for topic, _ in partitions})
     with (
-        _planners.held(options, lambda: connect(options)) as bridge,
+        planners.held(options, lambda: connect(options)) as bridge,
         bridge.consumer(topics, start=since.milliseconds) as consumer,
     ):
         while missing:
@@ -253,8 +248,8 @@ RECREATED = "the topic was deleted and recreated since"
 # --- the next batch of a stream --------------------------------------------------------------------------------------
 
 
-def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
-    """Return the end of a stream's next batch that begins at `start`.
+def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions, kept: Collection[str] = ()) -> Offsets:
+    """Return the end of a stream's next batch that begins at `start`. The topics `kept` were certainly not recreated.
 
     Two kinds of partitions are not read in this batch: new ones, and those that cannot be read at the stream's
     position. The batch only records the first positions of these partitions. So the next batch begins there, however
@@ -264,7 +259,9 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
     for partition, (first, end) in sorted(bounds.items()):
         at = start.get(partition, first)
         _check_kept(partition, at, at, bounds, options)
-        end_offsets[partition] = end if partition in start and first <= at <= end else first
+        # A log that ends before the position was truncated, or belongs to a topic that was recreated.
+        continues = partition in start and first <= at and (at <= end or partition[0] in kept)
+        end_offsets[partition] = end if continues else first
     for partition in sorted(start.keys() - bounds.keys()):
         _check_kept(partition, start[partition], start[partition], bounds, options)
     return end_offsets

@@ -60,7 +60,8 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
         before = offset_ranges.topic_ids_of(start)
         position = offset_ranges.without_recreated(offset_ranges.from_json(start), before, topic_ids, self._options)
-        end = offset_ranges.next_offsets(position, self._up_to_last(bounds, position), self._options)
+        kept = dict(before.items() & topic_ids.items())
+        end = offset_ranges.next_offsets(position, self._up_to_last(bounds, position), self._options, kept)
         if isinstance(limit, ReadMaxRows):
             end = offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
         planned = offset_ranges.to_json(end, topic_ids)
@@ -98,7 +99,7 @@ class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailabl
         return self._tasks(offset_ranges.ranges(begin, until, bounds, self._options, planned))
 
     def stop(self) -> None:
-        offset_ranges.close_planner(self._options)
+        offset_ranges.planners.drop(self._options)
 
 
 class BatchReader(_RangeReader, DataSourceReader):

@@ -177,8 +177,7 @@ def check_log(session: SinkSession, identity: BatchId) -> None:
         # The log is read after the list, because each task leases its slot before it begins a transaction.
         leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *identity.path))}
         for left in listed:
-            run, _, slot = left.transactional_id.removeprefix(begins).partition(".")
-            slot, _, _ = slot.partition(".")
+            run, slot, *_ = f"{left.transactional_id.removeprefix(begins)}.".split(".")
             if run.isdigit() and slot.isdigit() and (int(run), int(slot)) not in leased:
                 raise EvidenceLost(
                     f"{identity} has open transactions of an earlier run ({left.transaction}), which its decision log"
@@ -325,8 +324,8 @@ def abort_open(session: SinkSession, path: tuple[str, str], up_to: int) -> list[
     try:
         for left in session.bridge.admin.transactions(begins):
             run, _, _ = left.transactional_id.removeprefix(begins).partition(".")
-            ours = run.isdigit() and int(run) <= up_to
-            if ours and left.transaction not in decided and _end(session, left.transaction):
+            is_ours = run.isdigit() and int(run) <= up_to and left.transaction not in decided
+            if is_ours and _end(session, left.transaction):
                 ended.append(left.transaction)
     except TxnBridgeError as error:
         _log.warning("open transactions of tasks could not be aborted, and end by their time-out: %s", error)
