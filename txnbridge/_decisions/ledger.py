@@ -57,9 +57,7 @@ class LogLedger(Ledger):
             return self._engine.made_up.get(path_of(self._id))
         data = dict(newest.data)
         if (cluster := data.pop(_CLUSTER, None)) not in (None, self._cluster):
-            raise InvalidOption(
-                f"{self._id} in this decision log belongs to cluster {cluster}: bridges to others need another application="
-            )
+            raise InvalidOption(f"{self._id} belongs to cluster {cluster}: give another application= or decision_log=")
         return newest.under.name, data
 
     def _with_cluster(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
