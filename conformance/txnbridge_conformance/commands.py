@@ -46,7 +46,7 @@ EXIT_CODES = {
     0: "nothing is wrong, and enough was tried",
     1: "findings, with the calls that show them",
     2: "the call is wrong",
-    _COULD_NOT_RUN: "the run failed, or a file is no history; the error says why",
+    _COULD_NOT_RUN: "the run failed, or a file is no history",
     4: "too thin: less was tried than the floor asks for",
 }
 
