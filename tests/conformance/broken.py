@@ -128,7 +128,7 @@ class Sound(Broken):
 
     @staticmethod
     def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
-        return {name: value for name, value in options.items() if name != "sasl.password"}, context
+        return options, replace(context, client_options={})
 
 
 class DeclaresTooLittle(Broken):
