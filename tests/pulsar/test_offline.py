@@ -967,7 +967,7 @@ def member_of(
         owns_everything(broker)
         broker.handlers["subscribe"] = subscribe
         member = Member(f"{broker.url}/public/default", "t", group, **given)
-        wait_until(lambda: len(made) >= partitions[0] - len(broken))  # entries come behind the activation
+        wait_until(lambda: len(made) == len({*range(partitions[0])} - broken))  # entries come behind the activation
         yield member, broker, made
         member.leave()
 
