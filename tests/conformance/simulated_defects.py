@@ -36,7 +36,7 @@ _DEFECTS = {
         "watch-again": ("a reader without a group receives a message again", "int-nonmonotonic-poll nonmonotonic-poll"),
         "hanging": ("a transaction of a killed process stays open", "stuck-reader"),
         "hang-call": ("a call never returns, while its process goes on", "hang"),
-        "hang-slow": ("a call returns 12 s after its deadline", "hang"),
+        "hang-slow": ("a call returns 6 s after its deadline", "hang"),
     },
     "feed copy process finish": {
         "position-lost-killed": ("output committed, position not, the member killed in the commit", "replay-duplicate"),

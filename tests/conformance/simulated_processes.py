@@ -139,7 +139,7 @@ class Process:
         is_slow = self.broker.plant("hang-slow", is_early)
         self.tasks -= is_hung
         self.is_immune |= is_hung or is_slow
-        yield 1e9 if is_hung else DEADLINE + 12 if is_slow else self.wait()
+        yield 1e9 if is_hung else DEADLINE + 6 if is_slow else self.wait()
         is_heard = self.is_immune or self.random.random() > 0.06
         getattr(self.broker, verb)(txn, "told" if is_heard else "lost")
         if is_heard:

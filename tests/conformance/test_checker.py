@@ -324,6 +324,20 @@ def test_a_pause_is_that_of_the_process_on_the_host_that_tells_it():
         assert story.found() == found
 
 
+def test_the_time_in_which_the_program_works_does_not_count_for_its_call():
+    for what, ending, found in (
+        ("transaction", None, []),
+        ("transaction", 1, ["hang"]),
+        ("transaction", 10, []),
+        ("finish", None, ["hang"]),
+    ):
+        story = Story().txn("a", what=what, deadline=8, result=None)
+        if ending:
+            story.write("a", note=0, ending=ending * 10**9)
+        story.write("a", end=0, result="fail", mono=14 * 10**9, wall=0)
+        assert story.found() == found, (what, ending)
+
+
 def test_a_process_that_ended_by_itself_has_crashed():
     for result, found in (("ok", []), ("fail", ["crash"])):
         assert Story().txn("run", what="process", name="copy0-1", result=result).found() == found

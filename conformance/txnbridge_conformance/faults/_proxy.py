@@ -128,10 +128,11 @@ class Proxy:
         self._listeners: list[socket.socket] = []
         try:
             for route in routes:
-                self._listeners.append(_listen(route.listen))
-        except BaseException:
+                self._listeners.append(socket.create_server((_HOST, route.listen)))
+        except OSError as error:
             self._close_listeners()
-            raise
+            text = f"the proxy cannot listen on port {route.listen}: {error.strerror}; close another proxy"
+            raise UsageError(text) from None
         self.ports = tuple(listener.getsockname()[1] for listener in self._listeners)
         self._threads = [
             _thread(self._accept, listener, route.upstream)
@@ -428,13 +429,6 @@ def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
     thread = threading.Thread(target=target, args=args, name="txnbridge-proxy", daemon=True)
     thread.start()
     return thread
-
-
-def _listen(port: int) -> socket.socket:
-    try:
-        return socket.create_server((_HOST, port))
-    except OSError as error:
-        raise UsageError(f"the proxy cannot listen on port {port}: {error.strerror}; close another proxy") from None
 
 
 def _shut(side: socket.socket) -> None:

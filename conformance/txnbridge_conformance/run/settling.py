@@ -206,7 +206,9 @@ class Settling:
             if not self._answerers:
                 answering = self._bridge.resolver(self._plan.named("sellers"), check=check)
             with answering:
-                self._await(lambda: self._sold() >= _wanted(history, sales), "half messages are not published")
+                self._await(
+                    lambda: self._values(*self._plan.sold) >= _wanted(history, sales), "half messages are not published"
+                )
                 yield
             self._stop(self._answerers)
         for transaction, decision in sales.all().items():
@@ -214,15 +216,14 @@ class Settling:
                 call = self._recorder.start("decided", transaction=transaction)
                 call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
-    def _sold(self) -> set[str]:
-        return {sent_as(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
+    def _values(self, *topics: str) -> set[str]:
+        return {sent_as(message) for topic in topics for message in self._bridge.read(topic, ALL)}
 
     def _is_watched(self) -> bool:
         """Return whether processes of the role "watch" have received all messages that can be read of their topics."""
         polls = read_history([self._plan.folder]).polls
         received = {value.removeprefix(CHANGED) for _, _, messages in polls for *_, value in messages if value}
-        topics = self._plan.named("left"), self._plan.named("right")
-        self._left = len({sent_as(each) for topic in topics for each in self._bridge.read(topic, ALL)} - received)
+        self._left = len(self._values(self._plan.named("left"), self._plan.named("right")) - received)
         return not self._left
 
     # --- groups -------------------------------------------------------------------------------------------------------
