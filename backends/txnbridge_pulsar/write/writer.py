@@ -253,7 +253,7 @@ class PulsarWriter(Writer):
         timing = self._cluster.settings.timing
         is_old = time.monotonic() - self._presence_at > timing.presence_seconds
         if self.proof is None or is_old or self._since_presence > timing.transactions_per_presence:
-            self._since_presence, self._presence_at = 1, time.monotonic()
+            self.proof, self._since_presence, self._presence_at = None, 1, time.monotonic()
             return self._write_presence("", deadline)
         return self.proof
 
