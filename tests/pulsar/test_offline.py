@@ -254,20 +254,50 @@ def test_all_transactions_that_a_bridge_prepares_have_marker_topics_of_their_own
     assert sorted(each.name for each in taken) == ["w.p0", "w.p1", "w.p2"]
 
 
-def test_a_presence_record_that_could_not_be_written_is_not_taken_for_written(monkeypatch) -> None:
-    """The older one may be dropped by then, and with it the outcomes of transactions that rely on it."""
-    write = Mock(side_effect=[PROOF_LOCATION, AWAY, AWAY])
-    monkeypatch.setattr(writer, "write_presence", write)
+def sending(monkeypatch: pytest.MonkeyPatch, presence: Mock, timing: Timing | None = None) -> tuple[Any, Mock]:
+    """Let a writer send to a topic in a transaction that cannot be registered; return the call, and its client."""
+    monkeypatch.setattr(writer, "write_presence", presence)
     answer_calls(monkeypatch, writer, "proof_topic", PROOF_LOCATION.topic)
-    topics, owner = Mock(**{"require.return_value": ("t",)}), Mock(opening="o", new_transaction=raising(AWAY))
+    topics = SimpleNamespace(require=lambda topic, *_: (topic,), keep=lambda *_: None)
+    client, owner = Mock(), Mock(opening="o")
+    client.create_producer.return_value.lost = None
+    client.transactions.register = raising(wire.BrokerConnectionLost("it is away"))
     owner.in_doubt.touching.return_value = []
-    used = PulsarWriter(cluster_with(Timing(transactions_per_presence=2), topics=topics, client=Mock()), owner, "w")
-    for _ in range(4):
+    used = PulsarWriter(cluster_with(timing, topics=topics, client=client), owner, "w")
+
+    def send(topic: str) -> None:
         used.begin(Begin("app/host/1", Deadline(SOON), False, None))
-        used.send("t", b"x", None, None, None, None)
+        used.send(topic, b"x", None, None, None, None)
         with pytest.raises(errors.BrokerUnavailable):
             used.flush(Deadline(SOON))
-    assert write.call_count == 3  # for the first transaction, and for both that are too far from it
+
+    return send, client
+
+
+def test_a_presence_record_that_could_not_be_written_is_not_taken_for_written(monkeypatch) -> None:
+    """The older one may be dropped by then, and with it the outcomes of transactions that rely on it."""
+    presence = Mock(side_effect=[PROOF_LOCATION, AWAY, AWAY])
+    send, _ = sending(monkeypatch, presence, Timing(transactions_per_presence=2))
+    for _ in range(4):
+        send("t")
+    assert presence.call_count == 3  # for the first transaction, and for both that are too far from it
+
+
+def test_a_writer_keeps_no_producer_on_every_topic_that_it_ever_sent_to(monkeypatch) -> None:
+    monkeypatch.setattr(writer, "_MAX_IDLE_PRODUCERS", 3)
+    send, client = sending(monkeypatch, Mock(return_value=PROOF_LOCATION))
+    for number in range(8):
+        send(f"t{number}")
+    assert client.hang_up.call_count == 2
+
+
+def test_rest_that_had_little_time_to_answer_is_asked_again_soon() -> None:
+    rest = Mock(**{"get.side_effect": [errors.DeadlineExceeded("late"), RestRefused(404, "Subscription not found")]})
+    registry = GroupRegistry(rest, Subscription(("t",), "group"), NO_LEDGER, Timing())
+    registry.check("persistent://a/b/t", Deadline(0.01))
+    time.sleep(0.3)  # no request is sent for ten times as long as it had
+    with pytest.raises(errors.PositionLost):
+        registry.check("persistent://a/b/t", Deadline(SOON))
 
 
 def test_a_cluster_is_named_although_its_brokers_do_not_list_the_topic_for_that_yet(monkeypatch) -> None:

@@ -424,7 +424,7 @@ def test_partitions_come_together(topic, member, partitioned):
 
 def test_partitions_come_although_rest_does_not_answer_and_rest_is_asked_once(topic, member, partitioned):
     # A busy machine may take longer for the partitions than a reader sends no request.
-    timing = Timing(rest_seconds=0.2, no_rest_seconds=3600.0)
+    timing = Timing(rest_seconds=0.2, no_rest_factor=18000.0)
     partitioned(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}", timing=timing)

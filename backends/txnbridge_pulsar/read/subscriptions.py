@@ -193,8 +193,7 @@ class FailoverMode(SubscriptionMode):
     def _begin_at(self, topic: str, start: str | int, deadline: Deadline) -> None:
         """Set a new group's position on a topic to the end, or to a time; do nothing if it has members or acks there.
 
-        Meanwhile this client holds the subscription exclusively, so no member's position changes. Calls may be
-        repeated.
+        Meanwhile this client holds the subscription exclusively, so no position changes. Calls may be repeated.
         """
         try:
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
