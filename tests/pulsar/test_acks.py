@@ -130,9 +130,7 @@ def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, clien
 @pytest.mark.parametrize("sharing", ["partition", "message"])
 def test_a_reader_whose_transaction_others_abort_goes_on_with_the_messages_it_holds(client, topic, member, sharing):
     """This happens to prepared transactions: no process tells the reader."""
-    reader, first, txn = begun(
-        client, topic, member, *(b"%d" % number for number in range(6)), count=2, sharing=sharing
-    )
+    reader, first, txn = begun(client, topic, member, *map(b"%d".__mod__, range(6)), count=2, sharing=sharing)
     reader.ack(txn, first)
     in_hand = reader.take(2)
     reader.end(txn, commit=False)

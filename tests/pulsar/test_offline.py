@@ -445,16 +445,6 @@ def test_an_end_that_comes_while_another_thread_gives_earlier_ones_up_is_sent(mo
     assert end.call_count == 2
 
 
-def test_closing_tells_administrators_of_commits_that_topics_have_missed(caplog: pytest.LogCaptureFixture) -> None:
-    end = raising(wire.BrokerConnectionLost("it is still away"))
-    end_delivery = EndDelivery(asking(end_on_partition=end))
-    for txn, commit in (wire.TxnId(0, 6), False), (TXN, True):
-        end_delivery.ended(txn, commit, moved("t"), Deadline(SOON))
-    end_delivery.close(Deadline(0))
-    (told,) = [each.message for each in caplog.records if each.levelname == "ERROR"]
-    assert f"committed: {TXN}" in told and "repair" in told
-
-
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
 def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
     assert ProofRecord.unpack(text) is None
@@ -478,7 +468,7 @@ def over(number: int, *topics: str) -> AnnouncedTransaction:
     )
 
 
-def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no_other() -> None:
+def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no_other(monkeypatch) -> None:
     owner, written = announcing()
     many = [f"persistent://public/default/topic-{number}" for number in range(100)]
     first, second = over(1, "t"), over(2, "t")
@@ -487,6 +477,12 @@ def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no
         with pytest.raises(errors.DeliveryFailed, match="fewer topics"):
             owner.announce(too_much, Deadline(SOON))
     owner.announce(second, Deadline(SOON))
+    answer_calls(monkeypatch, TransactionProducer, "ready")
+    has_sent(found := PulsarWriter(cluster_with(), owner, "w"))
+    found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
+    with pytest.raises(errors.DeliveryFailed):
+        found._register(many, (), Deadline(SOON))
+    assert list(found._announced) == [PROOF_LOCATION.topic]
     assert [list(record.under_way) for record in written] == [[first], [first, second]]
 
 
@@ -516,7 +512,7 @@ def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner
 
 @pytest.mark.parametrize("refusal", [None, "it is still away", "not a superuser"])
 def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_has_missed(
-    monkeypatch, refusal
+    monkeypatch, caplog, refusal
 ) -> None:
     """By it a waiting reader frees the topic, or an administrator, before another transaction drops the messages."""
     away, denied = wire.BrokerConnectionLost("it is still away"), wire.NotAuthorized(4, "not a superuser")
@@ -527,20 +523,12 @@ def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic
     (used,) = owner.open_writers(1, Deadline(SOON))
     assert isinstance(used, PulsarWriter)
     used.proof = PROOF_LOCATION
-    owner.end_delivery.ended(TXN, True, moved("t"), Deadline(SOON), over(1, "t"))
+    for txn, commit in (wire.TxnId(0, 6), False), (TXN, True):
+        owner.end_delivery.ended(txn, commit, moved("t"), Deadline(SOON), over(1, "t"))
     owner.close(Deadline(0.1))
     assert removed == ([] if refusal else [PROOF_LOCATION.topic])
-
-
-def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, written = announcing()
-    answer_calls(monkeypatch, TransactionProducer, "ready")
-    found = PulsarWriter(cluster_with(), owner, "w")
-    has_sent(found)
-    found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
-    with pytest.raises(errors.DeliveryFailed):
-        found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
-    assert list(found._announced) == [PROOF_LOCATION.topic] and not written
+    told = [each.message for each in caplog.records if each.levelname == "ERROR"]
+    assert [f"committed: {TXN}" in each and "repair" in each for each in told] == [True] * bool(refusal)
 
 
 def test_a_fence_topic_that_cannot_be_taken_leaves_no_connection() -> None:
@@ -770,13 +758,14 @@ def fails_at_first() -> Mock:
     return Mock(side_effect=chain([errors.BrokerUnavailable("REST does not answer")], repeat(True)))
 
 
-def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() -> None:
-    publisher, sent = publisher_where(fails_at_first(), last=4)
+def test_a_publisher_goes_on_from_the_stored_sequence_although_its_first_look_failed() -> None:
+    ledger = Kept(stored=2)
+    publisher, sent = publisher_where(fails_at_first(), 4, ledger)
     with pytest.raises(errors.BrokerUnavailable):
         send_one(publisher, 3)
-    for number in (3, 4, 5):
+    for number in range(6):
         send_one(publisher, number)
-    assert sent == [5]
+    assert sent == [5] and ledger.newest[1] == {"stored": 4}
 
 
 @pytest.mark.parametrize(
@@ -809,14 +798,6 @@ def test_a_publisher_goes_on_at_a_failed_sequence_only_if_no_later_one_may_be_st
     with nullcontext() if resent else pytest.raises(errors.EvidenceLost, match="could not store 5"):
         send_one(second, 5)
     assert (sent, "failed" in ledger.newest[1]) == ((resent, False) if resent else ([], True))
-
-
-def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> None:
-    ledger = Kept(stored=2)
-    publisher, sent = publisher_where(lambda *_: True, 4, ledger)
-    for number in range(6):
-        send_one(publisher, number)
-    assert sent == [5] and ledger.newest[1] == {"stored": 4}
 
 
 @pytest.mark.parametrize("error", [errors.DeadlineExceeded("it is away"), errors.AccessDenied("no")], ids=repr)
