@@ -230,7 +230,6 @@ def _write_name(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, 
         )
     with suppress(OutcomeUnknown):
         log.append(json.dumps({"v": 1, "cluster": uuid.uuid4().hex}).encode(), deadline)
-    named = _read_name(log, deadline)
-    if named is None:
+    if (named := _read_name(log, deadline)) is None:
         raise BrokerUnavailable(f"the record that names this cluster could not be written to {settings.cluster_topic}")
     return named

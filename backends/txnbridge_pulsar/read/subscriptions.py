@@ -196,20 +196,21 @@ class FailoverMode(SubscriptionMode):
         Meanwhile this client holds the subscription exclusively, so no position changes. Calls may be repeated.
         """
         try:
-            alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
+            alone = self._subscribe(topic, deadline, start=wire.LATEST if start == "latest" else wire.EARLIEST)
         except wire.ConsumerBusy:
             return  # the group has members, or another client is setting the position
         alone.joins_chunks = False  # the group begins before the first chunk of its first message
         with wire.closing(alone, deadline.left):
             last, acknowledged = alone.progress(deadline.left())
-            if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
-                return
-            # A broker's "latest" is behind the messages of open transactions: the group would lose them.
-            passed = _last_before(alone, start, last, deadline) if isinstance(start, int) else last
+            at = acknowledged or wire.EARLIEST
+            if isinstance(start, int):
+                passed = _last_before(alone, start, last, deadline) if last.entry >= 0 > at.entry else None
+            else:  # a broker's "latest" is behind the messages of open transactions: the group would lose them
+                passed = last if at[:2] > last[:2] else None
             if passed is not None:
                 # Seek: an acknowledgement, unlike a seek, would be lost if the topic were unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
-                    alone.seek(_position_after(passed), deadline.left())
+                    alone.seek(_position_after(passed) if passed.entry >= 0 else wire.EARLIEST, deadline.left())
 
     def has_left(self, partition: PulsarPartition) -> str:
         consumer = partition.consumer
