@@ -105,7 +105,7 @@ class PulsarBroker(Broker):
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)
-        if (before := self._owners.pop(identity.name, None)) is not None:
+        if identity.owned and (before := self._owners.pop(identity.name, None)) is not None:
             before.close(deadline)  # an owner that opens its id again must not fence itself
         return list(self._owner_of(identity).open_writers(count, deadline))
 
@@ -117,7 +117,7 @@ class PulsarBroker(Broker):
 
         if identity.name not in self._owners:
             ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
-            self._owners[identity.name] = PulsarOwner(self._cluster, identity, ledger)
+            self._owners.setdefault(identity.name, PulsarOwner(self._cluster, identity, ledger))
         return self._owners[identity.name]
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:

@@ -220,17 +220,16 @@ def _read_name(log: PulsarLog, deadline: Deadline) -> str | None:
 
 
 def _write_name(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
-    others = [name for name in topics.all(deadline) if name.startswith(settings.prefix)]
-    if others != [settings.cluster_topic] and (named := _read_name(log, deadline)):
+    others = {name for name in topics.all(deadline) if name.startswith(settings.prefix)} - {settings.cluster_topic}
+    if others and (named := _read_name(log, deadline)):
         return named  # another process was quicker
-    if others != [settings.cluster_topic]:
+    if others:
         raise StorageFailed(
             f"the record that names this cluster was deleted from {settings.cluster_topic}, but other topics with this"
             " prefix exist: restore it, or choose another prefix"
         )
     with suppress(OutcomeUnknown):
         log.append(json.dumps({"v": 1, "cluster": uuid.uuid4().hex}).encode(), deadline)
-    named = _read_name(log, deadline)
-    if named is None:
+    if (named := _read_name(log, deadline)) is None:
         raise BrokerUnavailable(f"the record that names this cluster could not be written to {settings.cluster_topic}")
     return named

@@ -130,9 +130,7 @@ def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, clien
 @pytest.mark.parametrize("sharing", ["partition", "message"])
 def test_a_reader_whose_transaction_others_abort_goes_on_with_the_messages_it_holds(client, topic, member, sharing):
     """This happens to prepared transactions: no process tells the reader."""
-    reader, first, txn = begun(
-        client, topic, member, *(b"%d" % number for number in range(6)), count=2, sharing=sharing
-    )
+    reader, first, txn = begun(client, topic, member, *map(b"%d".__mod__, range(6)), count=2, sharing=sharing)
     reader.ack(txn, first)
     in_hand = reader.take(2)
     reader.end(txn, commit=False)
@@ -778,14 +776,15 @@ def test_a_reader_without_a_memory_of_what_it_has_in_hand_is_given_it_twice(clie
     assert values(reader.take(1)) == [b"marker"]
 
 
-def test_a_place_in_an_open_transaction_is_not_the_end_of_a_topic(client, topic, member):
+@pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
+def test_a_place_in_an_open_transaction_is_not_the_end_of_a_topic(client, topic, member, group):
     """A message in an open transaction can be read by nobody yet, and a reader that begins behind it loses it."""
     write(client, topic, b"old")
     txn = begin(client, topic)
     producer = client.create_producer(topic, timeout=SOON, transactions=True)
     producer.send(wire.Single(b"undecided"), txn, timeout=SOON).result(SOON)
     naive = client.read(topic, timeout=SOON, start=wire.LATEST)
-    ours = member(topic, None, start="latest")
+    ours = member(topic, group, start="latest")
     client.transactions.end(txn, True, SOON)
     write(client, topic, b"new")
     assert payloads(receive(naive, 1)) == [b"new"]

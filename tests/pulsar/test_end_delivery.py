@@ -57,21 +57,13 @@ def bridge(open_bridge: writing_kit.Connect) -> Bridge:
 @pytest.fixture
 def unload(pulsar_broker: brokers.Pulsar, bridge: Bridge) -> Callable[[str], None]:
     """Have the broker let go of a topic, and of all in its bundle. It loads them again for the next who asks."""
-
-    def unload_one(topic: str) -> None:
-        admin(
-            pulsar_broker,
-            "PUT",
-            f"namespaces/public/default/{bundle_of(bridge, writing_kit.concrete(topic, 0))}/unload",
-        )
-
-    return unload_one
+    path = "namespaces/public/default"
+    return lambda topic: admin(pulsar_broker, "PUT", f"{path}/{bundle_of(bridge, writing_kit.concrete(topic))}/unload")
 
 
 def bundle_of(bridge: Bridge, full: str) -> str:
-    _, answer = writing_kit.cluster_of(bridge).rest.exchange(
-        "GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON)
-    )
+    path = f"/lookup/v2/topic/persistent/{path_of(full)}/bundle"
+    _, answer = writing_kit.cluster_of(bridge).rest.exchange("GET", path, Deadline(SOON))
     return answer.decode().strip('"')
 
 
@@ -86,7 +78,7 @@ def movable(bridge: Bridge, *away_from: str) -> str:
 
 
 @contextmanager
-def forgetting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+def forgetting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Inside, coordinators say that a transaction has ended and tell no topic."""
     with monkeypatch.context() as patch:
         patch.setattr(Transactions, "end", lambda *_: meanwhile())
@@ -102,12 +94,7 @@ def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(bridge, unload, 
             txn.send(results, b"result")
             txn.ack(messages)
             writing_kit.flush(txn)
-
-            def meanwhile() -> None:
-                unload(inputs)
-                unload(results)
-
-            with forgetting(monkeypatch, meanwhile):
+            with forgetting(monkeypatch, lambda: [unload(each) for each in (inputs, results)]):
                 txn.commit()
         assert values(seen(bridge, results)) == [b"result"]
     send(bridge, inputs, b"3")

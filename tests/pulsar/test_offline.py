@@ -14,7 +14,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from txnbridge_pulsar import broker as broker_module
 from txnbridge_pulsar import client as wire
+from txnbridge_pulsar import decision_log
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.admin.rest import RestRefused
@@ -59,7 +61,7 @@ from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_at, interrupted_everywhere
 from tests.pulsar import reading_kit
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies, served
-from tests.pulsar.kit import Kept
+from tests.pulsar.kit import Kept, settings_for
 from tests.pulsar.reading_kit import Member
 from txnbridge import Outcome, Token, errors
 from txnbridge.spi import Begin, Deadline, Emitter, Identity, Subscription, TopicInfo
@@ -235,6 +237,75 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(monk
     assert resolved == ([TXN] if is_free else [])
 
 
+def test_all_transactions_that_a_bridge_prepares_have_marker_topics_of_their_own(monkeypatch) -> None:
+    """Also the first ones, of two threads at once, and one behind the bridge's first plain transaction."""
+    both = threading.Barrier(2)
+    answer_calls(monkeypatch, broker_module.PulsarBroker, "_load_coordinators")
+    answer_calls(monkeypatch, broker_module, "cluster_id", "cluster")
+    context: Any = SimpleNamespace(events=None, application="app", ledger=lambda *_: both.wait(SOON))
+    bridge = broker_module.PulsarBroker(settings_for("pulsar://h/a/b"), context, Deadline(SOON))
+    identity = Identity("w", owned=False, application="app", host="h")
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(bridge.prepare_writer, identity, NO_LEDGER, Deadline(SOON)) for _ in range(2)]
+    context.ledger = lambda *_: NO_LEDGER
+    bridge.open_writers(identity, 1, NO_LEDGER, Deadline(SOON))
+    taken: list[Any] = [*(each.result() for each in asked), bridge.prepare_writer(identity, NO_LEDGER, Deadline(SOON))]
+    bridge.close(Deadline(SOON))
+    assert sorted(each.name for each in taken) == ["w.p0", "w.p1", "w.p2"]
+
+
+def sending(monkeypatch: pytest.MonkeyPatch, presence: Mock, timing: Timing | None = None) -> tuple[Any, Mock]:
+    """Let a writer send to a topic in a transaction that cannot be registered; return the call, and its client."""
+    monkeypatch.setattr(writer, "write_presence", presence)
+    answer_calls(monkeypatch, writer, "proof_topic", PROOF_LOCATION.topic)
+    topics = SimpleNamespace(require=lambda topic, *_: (topic,), keep=lambda *_: None)
+    client, owner = Mock(), Mock(opening="o")
+    client.create_producer.return_value.lost = None
+    client.transactions.register = raising(wire.BrokerConnectionLost("it is away"))
+    owner.in_doubt.touching.return_value = []
+    used = PulsarWriter(cluster_with(timing, topics=topics, client=client), owner, "w")
+
+    def send(topic: str) -> None:
+        used.begin(Begin("app/host/1", Deadline(SOON), False, None))
+        used.send(topic, b"x", None, None, None, None)
+        with pytest.raises(errors.BrokerUnavailable):
+            used.flush(Deadline(SOON))
+
+    return send, client
+
+
+def test_a_presence_record_that_could_not_be_written_is_not_taken_for_written(monkeypatch) -> None:
+    """The older one may be dropped by then, and with it the outcomes of transactions that rely on it."""
+    presence = Mock(side_effect=[PROOF_LOCATION, AWAY, AWAY])
+    send, _ = sending(monkeypatch, presence, Timing(transactions_per_presence=2))
+    for _ in range(4):
+        send("t")
+    assert presence.call_count == 3  # for the first transaction, and for both that are too far from it
+
+
+def test_a_writer_keeps_no_producer_on_every_topic_that_it_ever_sent_to(monkeypatch) -> None:
+    monkeypatch.setattr(writer, "_MAX_IDLE_PRODUCERS", 3)
+    send, client = sending(monkeypatch, Mock(return_value=PROOF_LOCATION))
+    for number in range(8):
+        send(f"t{number}")
+    assert client.hang_up.call_count == 2
+
+
+def test_rest_that_had_little_time_to_answer_is_asked_again_soon() -> None:
+    rest = Mock(**{"get.side_effect": [errors.DeadlineExceeded("late"), RestRefused(404, "Subscription not found")]})
+    registry = GroupRegistry(rest, Subscription(("t",), "group"), NO_LEDGER, Timing())
+    registry.check("persistent://a/b/t", Deadline(0.01))
+    time.sleep(0.3)  # no request is sent for ten times as long as it had
+    with pytest.raises(errors.PositionLost):
+        registry.check("persistent://a/b/t", Deadline(SOON))
+
+
+def test_a_cluster_is_named_although_its_brokers_do_not_list_the_topic_for_that_yet(monkeypatch) -> None:
+    answer_calls(monkeypatch, decision_log, "PulsarLog", MemoryLog())
+    topics: Any = SimpleNamespace(all=lambda _: {})
+    assert decision_log.cluster_id(settings_for("pulsar://h/a/b"), NO_CLIENT, topics, Deadline(SOON))
+
+
 def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     def left(number: int, topic: str) -> AnnouncedTransaction:
         txn = wire.TxnId(0, number)
@@ -374,16 +445,6 @@ def test_an_end_that_comes_while_another_thread_gives_earlier_ones_up_is_sent(mo
     assert end.call_count == 2
 
 
-def test_closing_tells_administrators_of_commits_that_topics_have_missed(caplog: pytest.LogCaptureFixture) -> None:
-    end = raising(wire.BrokerConnectionLost("it is still away"))
-    end_delivery = EndDelivery(asking(end_on_partition=end))
-    for txn, commit in (wire.TxnId(0, 6), False), (TXN, True):
-        end_delivery.ended(txn, commit, moved("t"), Deadline(SOON))
-    end_delivery.close(Deadline(0))
-    (told,) = [each.message for each in caplog.records if each.levelname == "ERROR"]
-    assert f"committed: {TXN}" in told and "repair" in told
-
-
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
 def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
     assert ProofRecord.unpack(text) is None
@@ -407,7 +468,7 @@ def over(number: int, *topics: str) -> AnnouncedTransaction:
     )
 
 
-def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no_other() -> None:
+def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no_other(monkeypatch) -> None:
     owner, written = announcing()
     many = [f"persistent://public/default/topic-{number}" for number in range(100)]
     first, second = over(1, "t"), over(2, "t")
@@ -416,6 +477,12 @@ def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no
         with pytest.raises(errors.DeliveryFailed, match="fewer topics"):
             owner.announce(too_much, Deadline(SOON))
     owner.announce(second, Deadline(SOON))
+    answer_calls(monkeypatch, TransactionProducer, "ready")
+    has_sent(found := PulsarWriter(cluster_with(), owner, "w"))
+    found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
+    with pytest.raises(errors.DeliveryFailed):
+        found._register(many, (), Deadline(SOON))
+    assert list(found._announced) == [PROOF_LOCATION.topic]
     assert [list(record.under_way) for record in written] == [[first], [first, second]]
 
 
@@ -444,9 +511,7 @@ def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner
 
 
 @pytest.mark.parametrize("refusal", [None, "it is still away", "not a superuser"])
-def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_has_missed(
-    monkeypatch, refusal
-) -> None:
+def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_missed(monkeypatch, caplog, refusal):
     """By it a waiting reader frees the topic, or an administrator, before another transaction drops the messages."""
     away, denied = wire.BrokerConnectionLost("it is still away"), wire.NotAuthorized(4, "not a superuser")
     end = Mock(side_effect={None: None, "it is still away": away, "not a superuser": denied}[refusal])
@@ -456,20 +521,12 @@ def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic
     (used,) = owner.open_writers(1, Deadline(SOON))
     assert isinstance(used, PulsarWriter)
     used.proof = PROOF_LOCATION
-    owner.end_delivery.ended(TXN, True, moved("t"), Deadline(SOON), over(1, "t"))
+    for txn, commit in (wire.TxnId(0, 6), False), (TXN, True):
+        owner.end_delivery.ended(txn, commit, moved("t"), Deadline(SOON), over(1, "t"))
     owner.close(Deadline(0.1))
     assert removed == ([] if refusal else [PROOF_LOCATION.topic])
-
-
-def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, written = announcing()
-    answer_calls(monkeypatch, TransactionProducer, "ready")
-    found = PulsarWriter(cluster_with(), owner, "w")
-    has_sent(found)
-    found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
-    with pytest.raises(errors.DeliveryFailed):
-        found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
-    assert list(found._announced) == [PROOF_LOCATION.topic] and not written
+    told = [each.message for each in caplog.records if each.levelname == "ERROR"]
+    assert [f"committed: {TXN}" in each and "repair" in each for each in told] == [True] * bool(refusal)
 
 
 def test_a_fence_topic_that_cannot_be_taken_leaves_no_connection() -> None:
@@ -699,13 +756,14 @@ def fails_at_first() -> Mock:
     return Mock(side_effect=chain([errors.BrokerUnavailable("REST does not answer")], repeat(True)))
 
 
-def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() -> None:
-    publisher, sent = publisher_where(fails_at_first(), last=4)
+def test_a_publisher_goes_on_from_the_stored_sequence_although_its_first_look_failed() -> None:
+    ledger = Kept(stored=2)
+    publisher, sent = publisher_where(fails_at_first(), 4, ledger)
     with pytest.raises(errors.BrokerUnavailable):
         send_one(publisher, 3)
-    for number in (3, 4, 5):
+    for number in range(6):
         send_one(publisher, number)
-    assert sent == [5]
+    assert sent == [5] and ledger.newest[1] == {"stored": 4}
 
 
 @pytest.mark.parametrize(
@@ -738,14 +796,6 @@ def test_a_publisher_goes_on_at_a_failed_sequence_only_if_no_later_one_may_be_st
     with nullcontext() if resent else pytest.raises(errors.EvidenceLost, match="could not store 5"):
         send_one(second, 5)
     assert (sent, "failed" in ledger.newest[1]) == ((resent, False) if resent else ([], True))
-
-
-def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> None:
-    ledger = Kept(stored=2)
-    publisher, sent = publisher_where(lambda *_: True, 4, ledger)
-    for number in range(6):
-        send_one(publisher, number)
-    assert sent == [5] and ledger.newest[1] == {"stored": 4}
 
 
 @pytest.mark.parametrize("error", [errors.DeadlineExceeded("it is away"), errors.AccessDenied("no")], ids=repr)
@@ -1019,10 +1069,10 @@ def test_a_group_that_has_begun_begins_nowhere_else(monkeypatch, start: str | in
     monkeypatch.setattr(reading_kit, "MemoryLog", lambda: log)
     monkeypatch.setattr(FailoverMode, "_begin_at", lambda *_: set_to.append(start))
     with member_of([1], set(), "group", start=start):
-        assert set_to == [1] * (start == 1)
+        assert set_to == [start]
     with member_of([2], set(), "group", start=start) as (_, broker, _):
         assert [each.fields["initial_position"] for each in broker.wait_for("subscribe", 2)] == [1, 1]
-    assert set_to == [1] * (start == 1)
+    assert set_to == [start]
 
 
 @pytest.mark.parametrize("deleted", [True, False])
@@ -1170,23 +1220,27 @@ def test_a_reader_without_a_group_gets_each_message_whose_last_chunk_is_behind_i
 
 
 @pytest.mark.parametrize(
-    ("stored", "begin"),
+    ("start", "acknowledged", "stored", "begin"),
     [
-        ([(1, None, 50), (2, 0, 150), (3, None, 60), (4, None, 150), (5, 1, 150)], 2),
-        ([(1, 0, 60), (2, None, 50), (3, None, 150), (4, 1, 60)], 3),
-        ([(1, None, 50), (2, 0, 60)], 3),  # its sender is dead
+        (100, -1, [(1, None, 50), (2, 0, 150), (3, None, 60), (4, None, 150), (5, 1, 150)], (1, 2)),
+        (100, -1, [(1, 0, 60), (2, None, 50), (3, None, 150), (4, 1, 60)], (1, 3)),
+        (100, -1, [(1, None, 50), (2, 0, 60)], (1, 3)),  # its sender is dead
+        ("latest", 9, [(1, None, 150), (2, None, 150)], (1, 3)),  # behind that are messages of open transactions
+        ("latest", 9, [], (-1, -1)),
+        ("latest", -1, [(1, None, 150)], None),  # somebody has made its subscription before
     ],
 )
-def test_a_group_that_begins_at_a_time_begins_at_its_first_entry_also_if_that_is_a_chunk(stored, begin) -> None:
+def test_a_group_begins_at_its_first_entry_also_if_that_is_a_chunk(start, acknowledged, stored, begin) -> None:
     def flow(peer: Peer, fields: dict[str, Any]) -> None:
         for number, chunk, published in stored:
             deliver(peer, fields["consumer_id"], [number], chunk, published=published)
 
-    last = replies("get_last_message_id_response", last_message_id={"ledger_id": 1, "entry_id": len(stored)})
-    with served(flow=flow, seek=replies("success"), get_last_message_id=last) as (broker, client):
-        mode = mode_of(client, Subscription(("t",), "group", start=100), wire.Inbox(), "")
+    end = tells((1, len(stored) or -1), (1, acknowledged))
+    with served(flow=flow, seek=replies("success"), get_last_message_id=end) as (broker, client):
+        mode = mode_of(client, Subscription(("t",), "group", start=start), wire.Inbox(), "")
         mode.open("t", True, Deadline(SOON / 4))
-        assert message_id(broker.wait_for("seek")[0].fields["message_id"])[:2] == (1, begin)
+        sought = [frame.fields["message_id"] for each in broker.peers for frame in each.seen if frame.name == "seek"]
+    assert [message_id(each)[:2] for each in sought] == ([begin] if begin else [])
 
 
 @pytest.mark.parametrize("sharing", ["partition", "message"])

@@ -280,11 +280,9 @@ def test_where_a_group_begins_is_kept_also_by_a_broker_that_lets_go_of_the_topic
 
     monkeypatch.setattr(subscriptions.FailoverMode, "_begin_at", begin_and_unload)
     for attempt in range(5):  # it takes the broker milliseconds to forget it
-        name = f"{topic}-{attempt}"
-        write(
-            client, name, *(wire.Single(b"%d" % number, event_time=1_600_000_000_000 + number) for number in range(3))
-        )
-        assert values(member(name, sharing=sharing, start=1_600_000_000_001).take(2)) == [b"1", b"2"]
+        name, start = f"{topic}-{attempt}", 1_600_000_000_000
+        write(client, name, *(wire.Single(b"%d" % number, event_time=start + number) for number in range(3)))
+        assert values(member(name, sharing=sharing, start=start + 1).take(2)) == [b"1", b"2"]
 
 
 def test_members_that_come_at_once_begin_at_the_same_time(client, topic, member):
@@ -390,26 +388,17 @@ def test_seeking_forward_in_a_group_passes_over_the_messages_between(client, top
     assert values(reader.take(3)) == [b"1", b"2", b"3"]
 
 
-@BOTH_SHARED
-def test_members_that_share_messages_have_no_position_to_seek(client, topic, member, sharing):
+def test_calls_that_a_way_of_reading_does_not_have_are_refused(client, topic, member):
     write(client, topic, b"1")
-    reader = member(topic, sharing=sharing)
-    reader.has(1)
-    with pytest.raises(errors.NotSupported, match="no position of their own"):
-        reader.seek({(topic, 0): (0, 0, 0)})
-
-
-def test_messages_read_without_a_group_cannot_be_given_back(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic, None)
+    for sharing in ("message", "key"):
+        shared = member(topic, sharing, sharing=sharing)
+        shared.has(1)
+        with pytest.raises(errors.NotSupported, match="no position of their own"):
+            shared.seek({(topic, 0): (0, 0, 0)})
+    alone = member(topic, None)
     with pytest.raises(errors.NotSupported, match="seek"):
-        reader.nack(by_partition(reader.take(1)))
-
-
-def test_a_partition_that_is_elsewhere_cannot_be_moved(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic)
-    for call in (reader.pause, reader.resume):
+        alone.nack(by_partition(alone.take(1)))
+    for call in (shared.pause, shared.resume):
         with pytest.raises(errors.InvalidState, match="not assigned to this reader"):
             call([(topic, 7)])
 
@@ -424,7 +413,7 @@ def test_partitions_come_together(topic, member, partitioned):
 
 def test_partitions_come_although_rest_does_not_answer_and_rest_is_asked_once(topic, member, partitioned):
     # A busy machine may take longer for the partitions than a reader sends no request.
-    timing = Timing(rest_seconds=0.2, no_rest_seconds=3600.0)
+    timing = Timing(rest_seconds=0.2, no_rest_factor=18000.0)
     partitioned(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}", timing=timing)

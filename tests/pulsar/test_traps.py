@@ -6,6 +6,7 @@ A naive writer here is the wire client, used in the way that looks right.
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,16 +52,8 @@ def topic(bridge: Bridge) -> str:
 
 
 def send_in(client: wire.PulsarClient, name: str, txn: wire.TxnId | None, *values: bytes) -> None:
-    producer = client.create_producer(name, timeout=SOON, transactions=True)
-    try:
+    with wire.closing(client.create_producer(name, timeout=SOON, transactions=True), lambda: SOON) as producer:
         producer.send(batch_of(*values), txn, timeout=SOON).result(SOON)
-    finally:
-        producer.close(SOON)
-
-
-def unblock(client: wire.PulsarClient, txn: wire.TxnId, *topics: str) -> None:
-    for name in topics:
-        client.transactions.end_on_partition(txn, name, False, SOON)
 
 
 def test_naive_a_late_message_takes_the_committed_ones_away(client: wire.PulsarClient, topic: str) -> None:
@@ -116,31 +109,23 @@ def test_ours_never_uses_a_number_twice(bridge: Bridge, client: wire.PulsarClien
 def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wire.PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    writing_kit.producer_of(
-        txn, topic
-    )._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
+    # A mistake of the client's, or numbers that the broker remembers of somebody else.
+    writing_kit.producer_of(txn, topic)._next = 0
     with pytest.raises(errors.DeliveryFailed, match="dropped"), bridge.transaction() as txn:
         txn.send(topic, b"2")
     assert txn.outcome is Outcome.ABORTED
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
-def test_naive_a_message_on_an_unregistered_topic_is_unseen_and_blocks_the_topic(client: wire.PulsarClient, topic: str):
+@pytest.mark.parametrize("is_late", [False, True], ids=["committed", "after the abort, as the first on its topic"])
+def test_naive_a_message_on_an_unregistered_topic_is_unseen_and_blocks_the_topic(client, topic, is_late):
     name = writing_kit.concrete(topic)
-    txn = client.transactions.begin(60_000, SOON)
-    send_in(client, name, txn, b"lost")
-    client.transactions.end(txn, True, SOON)
+    txn = begin(client, name) if is_late else client.transactions.begin(60_000, SOON)
+    steps = [lambda: send_in(client, name, txn, b"lost"), lambda: client.transactions.end(txn, not is_late, SOON)]
+    for step in reversed(steps) if is_late else steps:
+        step()
     assert writing_kit.read_all(client, name, patience=1) is None
-    unblock(client, txn, name)
-
-
-def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: wire.PulsarClient, topic: str) -> None:
-    name = writing_kit.concrete(topic)
-    txn = begin(client, name)
-    client.transactions.end(txn, False, SOON)
-    send_in(client, name, txn, b"late")
-    assert writing_kit.read_all(client, name, patience=1) is None
-    unblock(client, txn, name)
+    client.transactions.end_on_partition(txn, name, False, SOON)
 
 
 def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(open_bridge, client, pulsar_broker):
@@ -168,10 +153,8 @@ def test_ours_refuses_messages_behind_their_transaction(open_bridge: writing_kit
         writing_kit.register(txn, late)
         client.transactions.end(number, False, SOON)
         txn.send(late, b"too late")
-    assert (
-        writing_kit.read_all(client, writing_kit.concrete(topic)),
-        writing_kit.read_all(client, writing_kit.concrete(late)),
-    ) == ([], [])
+    for name in (topic, late):
+        assert writing_kit.read_all(client, writing_kit.concrete(name)) == []
 
 
 def test_a_late_write_is_refused_also_beside_acknowledgements(bridge: Bridge, client: wire.PulsarClient, topic: str):
@@ -180,9 +163,7 @@ def test_a_late_write_is_refused_also_beside_acknowledgements(bridge: Bridge, cl
         txn.send(topic, b"1")
         number = writing_kit.flush(txn)
         ended = writing_kit.announced(bridge)
-    with_acks = type(ended)(
-        ended.transaction, number, ended.topics, ((writing_kit.concrete(topic), "group"),), ended.proof
-    )
+    with_acks = replace(ended, subscriptions=((writing_kit.concrete(topic), "group"),))
     cluster = writing_kit.cluster_of(bridge)
     eventually(lambda: refuse_late_writes(cluster, with_acks, Deadline(SOON)), "its anchor has ended")
     with pytest.raises(wire.NotAllowed, match="has been ended"):
@@ -249,13 +230,9 @@ def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) ->
 
 def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(client: wire.PulsarClient, topic: str):
     fence = f"persistent://public/default/{writing_kit.unique('fence')}"
-    bystander = client.create_producer(writing_kit.concrete(topic), connection_key="older", timeout=SOON)
-    older, _ = [
-        client.create_producer(
-            fence, connection_key=connection_key, access=wire.AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON
-        )
-        for connection_key in ("older", "newer")
-    ]
+    bystander = client.create_producer(writing_kit.concrete(topic), connection_key="1", timeout=SOON)
+    kind = wire.AccessMode.EXCLUSIVE_WITH_FENCING
+    older, _ = [client.create_producer(fence, connection_key=key, access=kind, timeout=SOON) for key in ("1", "2")]
     with pytest.raises(wire.BrokerConnectionLost):
         older.send(batch_of(b"late"), timeout=SOON).result(SOON)
     assert isinstance(bystander.lost, wire.BrokerConnectionLost)
@@ -294,9 +271,8 @@ def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit
         with bridge.transaction(timeout=seconds) as txn:
             txn.send(topic, b"x")
             number = writing_kit.flush(txn)
-            told = admin(
-                pulsar_broker, "GET", f"transactions/transactionMetadata/{number.most}/{number.least}", version=3
-            )
+            path = f"transactions/transactionMetadata/{number.most}/{number.least}"
+            told = admin(pulsar_broker, "GET", path, version=3)
             assert most - 2_000 < told["timeoutAt"] <= most
 
 
@@ -325,9 +301,7 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     """A coordinator that was never told of a topic does what one does that forgets it while it is unloaded."""
     name, register = writing_kit.concrete(topic), wire.Transactions.register
 
-    def not_that(
-        self: wire.Transactions, txn: wire.TxnId, timeout: float, topics: Any = (), subscriptions: Any = ()
-    ) -> None:
+    def not_that(self: Any, txn: wire.TxnId, timeout: float, topics: Any = (), subscriptions: Any = ()) -> None:
         register(self, txn, timeout, [each for each in topics if each != name], subscriptions)
 
     with monkeypatch.context() as patch, next_commit(bridge, Outcome.UNKNOWN):
@@ -398,9 +372,8 @@ def test_after_a_restart_the_time_of_dead_processes_runs_because_an_idle_bridge_
 def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartPulsar) -> None:
     broker = start_pulsar()
     values = [b"%d" % number for number in range(20_000)]
-    with writing_kit.connect_to(
-        broker.url, broker.admin_url, transactional_id=writing_kit.unique("owner"), timeout=120
-    ) as bridge:
+    id = writing_kit.unique("owner")
+    with writing_kit.connect_to(broker.url, broker.admin_url, transactional_id=id, timeout=120) as bridge:
         topic = writing_kit.new_topic(bridge)
         with bridge.transaction(prepare=True) as prepared:
             prepared.send(topic, b"prepared")

@@ -170,15 +170,12 @@ def read_all(client: wire.PulsarClient, topic: str, patience: float = SOON) -> l
     producer = client.create_producer(topic, timeout=SOON)
     producer.send(wire.Single(mark), timeout=SOON).result(SOON)
     producer.close(SOON)
-    reader = client.read(topic, timeout=SOON)
     found: list[bytes | None] = []
     until = time.monotonic() + patience
-    try:
+    with wire.closing(client.read(topic, timeout=SOON), lambda: SOON) as reader:
         while mark not in found:
             if time.monotonic() > until:
                 return None
             for entry in reader.receive(min(1, patience)):
                 found += [message.value for message in entry.messages()]
-        return [value for value in found[:-1] if value is None or len(value) != len(mark)]
-    finally:
-        reader.close(SOON)
+    return [value for value in found[:-1] if value is None or len(value) != len(mark)]

@@ -95,10 +95,11 @@ class GroupRegistry:
         with deadline.holding(self._asks, "another thread asked REST"):
             if time.monotonic() < self._no_rest_until:
                 raise BrokerUnavailable("REST did not answer a moment ago")
+            asked = Deadline(min(self._timing.rest_seconds, deadline.left()))
             try:
-                return self._rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
+                return self._rest.get(path, asked)
             except DeadlineExceeded:
-                self._no_rest_until = time.monotonic() + self._timing.no_rest_seconds
+                self._no_rest_until = time.monotonic() + asked.seconds * self._timing.no_rest_factor
                 raise
 
     def _value(self, topic: str) -> LedgerValue:

@@ -171,15 +171,14 @@ class FailoverMode(SubscriptionMode):
     ) -> wire.PulsarConsumer:
         start = self._subscription.start
         # A partition that was added later is read from its beginning.
-        begin = wire.LATEST if first and start == "latest" else wire.EARLIEST
-        how = {"type": type, "start": begin, "name": self._name, "inbox": self._inbox, "permits": permits}
+        how = {"type": type, "start": wire.EARLIEST, "name": self._name, "inbox": self._inbox, "permits": permits}
         while True:
-            if first and isinstance(start, int):
+            if first and start != "earliest":
                 self._begin_at(topic, start, deadline)
             try:
                 return self._subscribe(topic, deadline, **how)
             except wire.ConsumerBusy:
-                if not isinstance(start, int) or deadline.expired:
+                if start == "earliest" or deadline.expired:
                     raise  # the group uses another kind of subscription
             time.sleep(_BUSY_PAUSE_SECONDS)
 
@@ -191,25 +190,27 @@ class FailoverMode(SubscriptionMode):
                 topic, group, timeout=deadline.left(), connection_key=self._connection_key, **options
             )
 
-    def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
-        """Set a new group's position on a topic to a time; do nothing if it has members or acknowledgements there.
+    def _begin_at(self, topic: str, start: str | int, deadline: Deadline) -> None:
+        """Set a new group's position on a topic to the end, or to a time; do nothing if it has members or acks there.
 
-        Meanwhile this client holds the subscription exclusively, so no member's position changes. Calls may be
-        repeated.
+        Meanwhile this client holds the subscription exclusively, so no position changes. Calls may be repeated.
         """
         try:
-            alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
+            alone = self._subscribe(topic, deadline, start=wire.LATEST if start == "latest" else wire.EARLIEST)
         except wire.ConsumerBusy:
             return  # the group has members, or another client is setting the position
         alone.joins_chunks = False  # the group begins before the first chunk of its first message
         with wire.closing(alone, deadline.left):
             last, acknowledged = alone.progress(deadline.left())
-            if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
-                return
-            if (passed := _last_before(alone, timestamp, last, deadline)) is not None:
+            at = acknowledged or wire.EARLIEST
+            if isinstance(start, int):
+                passed = _last_before(alone, start, last, deadline) if last.entry >= 0 > at.entry else None
+            else:  # a broker's "latest" is behind the messages of open transactions: the group would lose them
+                passed = last if at[:2] > last[:2] else None
+            if passed is not None:
                 # Seek: an acknowledgement, unlike a seek, would be lost if the topic were unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
-                    alone.seek(_position_after(passed), deadline.left())
+                    alone.seek(_position_after(passed) if passed.entry >= 0 else wire.EARLIEST, deadline.left())
 
     def has_left(self, partition: PulsarPartition) -> str:
         consumer = partition.consumer

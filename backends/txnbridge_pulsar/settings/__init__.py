@@ -44,8 +44,8 @@ class Timing:
     timeout_delay_seconds: float = 5.0
     # Seconds to wait for a REST answer, on which reading does not depend.
     rest_seconds: float = 3.0
-    # After a REST timeout a reader sends no request for this long: there would be one for each partition.
-    no_rest_seconds: float = 30.0
+    # After a REST timeout a reader sends no request for this many times as long: there would be one per partition.
+    no_rest_factor: float = 10.0
     # Seconds between two checks why nothing comes from partitions. A check takes two requests for each partition, and a
     # dozen more if an open transaction is found.
     idle_check_seconds: float = 30.0

@@ -177,9 +177,7 @@ class TransactionProducer:
 
         Return False at the deadline, and, without sending, if the broker is not known to drop duplicates.
         """
-        producer = self._producer
-        if producer is None:
-            return False
+        producer = self.open(deadline)
         while not deadline.expired:
             self._reopen(deadline)
             if not self._drops_duplicates(producer, deadline):

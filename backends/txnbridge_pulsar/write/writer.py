@@ -41,6 +41,8 @@ _MIN_ABORT_SECONDS = 2.0
 # block its topic, unless the broker is made to refuse the entry.
 _ABORT_SETTLE_SECONDS = 0.5
 
+# With more producers that the last transaction did not use, all are closed: a program may send to ever new topics.
+_MAX_IDLE_PRODUCERS = 1000
 # The most partitions of the last transaction that are registered in advance, with the next one's first topic.
 _MAX_REGISTERED_IN_ADVANCE = 16
 _MAX_MESSAGE_BYTES = LIMITS.message_bytes or 0
@@ -91,9 +93,7 @@ class PulsarWriter(Writer):
         self._presence_at = 0.0
         self._turn = 0
         self._last: tuple[str, ...] = ()  # the topics of the last transaction
-        self._begin = Begin("", Deadline(0), False, None)
-        self._forget()
-        self._evidence = TokenEvidence(None, None, False)
+        self.begin(Begin("", Deadline(0), False, None))
 
     def _forget(self) -> None:
         """Clear the fields about the current transaction, so that the writer has none."""
@@ -112,6 +112,8 @@ class PulsarWriter(Writer):
 
     def begin(self, begin: Begin) -> None:
         """Start a transaction in this writer only; the coordinator begins it before its first entry or ack is sent."""
+        if len(self._producers) - len(self._last) > _MAX_IDLE_PRODUCERS:
+            self._hang_up()
         self._begin = begin
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -253,7 +255,7 @@ class PulsarWriter(Writer):
         timing = self._cluster.settings.timing
         is_old = time.monotonic() - self._presence_at > timing.presence_seconds
         if self.proof is None or is_old or self._since_presence > timing.transactions_per_presence:
-            self._since_presence, self._presence_at = 1, time.monotonic()
+            self.proof, self._since_presence, self._presence_at = None, 1, time.monotonic()
             return self._write_presence("", deadline)
         return self.proof
 
@@ -278,10 +280,9 @@ class PulsarWriter(Writer):
 
     def _recover_lost(self, deadline: Deadline) -> None:
         """Resend entries of lost connections. Raise `DeliveryFailed` if one was refused, or might be stored twice."""
-        if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
-            raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
-        if self._receipts.failure is not None:
-            raise not_stored(self._receipts.failure) from self._receipts.failure
+        if (failure := self._receipts.failure) is not None:
+            has_ended = isinstance(failure, wire.NotAllowed) and self._has_ended(deadline)
+            raise (self._clean_up_after_foreign_end(deadline) if has_ended else not_stored(failure)) from failure
         for producer, error in list(self._receipts.lost.items()):
             if not self._receipts.wait(deadline, producer) or not producer.recover(self._receipts, deadline):
                 raise not_stored(error) from error
