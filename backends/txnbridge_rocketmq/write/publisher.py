@@ -56,7 +56,7 @@ class RocketMQPublisher(Publisher):
         self._cluster = cluster
         self._changed = threading.Condition()
         self._senders: dict[Queue, _QueueSender] = {}
-        self._messages = self._bytes = 0  # accepted and not stored yet
+        self._bytes = 0  # of the messages that are accepted and not stored yet
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._failed: errors.DeliveryFailed | errors.AccessDenied | None = None
         self._closed = False
@@ -93,10 +93,14 @@ class RocketMQPublisher(Publisher):
             if self._thread is None:
                 (thread := threading.Thread(target=self._run, name="rocketmq publisher", daemon=True)).start()
                 self._thread = thread
+            self._changed.notify_all()  # first: an exception of a signal handler may come behind each call
             self._senders.setdefault(queue, _QueueSender(queue)).waiting.append(message)
-            self._messages += 1
             self._bytes += len(message.body)
-            self._changed.notify_all()
+
+    @property
+    def _messages(self) -> int:
+        """The number of messages that are accepted and not stored yet, also by a `send` that was interrupted."""
+        return sum(len(sender.waiting) for sender in self._senders.values())
 
     @property
     def _ended(self) -> bool:
@@ -151,8 +155,8 @@ class RocketMQPublisher(Publisher):
             for sender in due:
                 try:
                     self._advance(sender)
-                except _PublishFailure as failure:
-                    self._fail(failure)
+                except BaseException as error:  # also an unexpected one: no other thread sends what waits
+                    self._fail(error)
                     return
 
     def _due(self) -> list[_QueueSender]:
@@ -190,9 +194,7 @@ class RocketMQPublisher(Publisher):
 
     def _stored(self, sender: _QueueSender) -> None:
         with self._changed:
-            message = sender.waiting.popleft()
-            self._messages -= 1
-            self._bytes -= len(message.body)
+            self._bytes -= len(sender.waiting.popleft().body)
             self._changed.notify_all()
 
     def _was_stored_despite(self, sender: _QueueSender, error: RemotingError) -> bool:
@@ -233,9 +235,11 @@ class RocketMQPublisher(Publisher):
             error, "the broker did not respond for a message, and a look-up did not find it; it may be stored later"
         )
 
-    def _fail(self, failure: _PublishFailure) -> None:
-        refused = isinstance(translate(failure.cause, ""), errors.AccessDenied)
-        kind = errors.AccessDenied if refused else errors.DeliveryFailed
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, _PublishFailure) else _PublishFailure(error, "a message may not be stored")
+        kind: type[errors.DeliveryFailed | errors.AccessDenied] = errors.DeliveryFailed
+        if isinstance(failure.cause, RemotingError) and isinstance(translate(failure.cause, ""), errors.AccessDenied):
+            kind = errors.AccessDenied
         with self._changed:
             self._failed = kind(f"{failure}; no later message in its partition is stored: {failure.cause}")
             self._failed.__cause__ = failure.cause
@@ -243,8 +247,8 @@ class RocketMQPublisher(Publisher):
 
 
 class _PublishFailure(Exception):
-    """Raised if a message is not stored, or may not be, so that the publisher stops. `cause` is the client's error."""
+    """Raised if a message is not stored, or may not be, so that the publisher stops. `cause` is the error behind it."""
 
-    def __init__(self, cause: RemotingError, action: str) -> None:
+    def __init__(self, cause: BaseException, action: str) -> None:
         super().__init__(action)
         self.cause = cause
