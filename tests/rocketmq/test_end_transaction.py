@@ -1,6 +1,7 @@
 """Tests of ending halves, on a broker of a few lines: what is decided is published once, whatever fails."""
 
 import random
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -22,6 +23,7 @@ from txnbridge_rocketmq.outcome import end_transaction, outcome
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
+from txnbridge_rocketmq.write.transaction_properties import origin_of
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
@@ -507,6 +509,33 @@ def test_messages_published_by_another_process_right_after_the_decision_are_not_
     broker.fault = let_the_other_publish
     assert finish(owner, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_an_administrator_waits_for_an_owner_that_commits_meanwhile(owner, other, broker, monkeypatch):
+    answer_calls(monkeypatch, open_halves, "_drop_all")
+    writer, looks, ended = stored(owner), list[int](), list[Any]()
+    found = [PendingHalf(HOME, check.record) for check in broker.ask()]
+    listed = OpenHalves("billing/x/1", "open", found, origin_of(found[0].record))
+
+    def end_by_hand(request: RpcRequest[Any]) -> None:
+        if request.code == RequestCode.END_TRANSACTION:  # the owner's first one
+            broker.fault = lambda request: looks.append(request.code)
+            ended.append(pool.submit(end_open, other.ender, listed, Decision.ABORT, Deadline(60)))
+            assert becomes_true(lambda: ended[0].done() or len(looks) > 10 * len(VALUES))
+
+    broker.fault = end_by_hand
+    with ThreadPoolExecutor(1) as pool:
+        writer.commit(Deadline(60))
+        assert ended[0].result(60) is Outcome.COMMITTED
+    assert broker.seen("a") == VALUES
+
+
+def test_a_stored_message_is_not_kept_in_memory(owner, broker):
+    body = bytes(9)
+    before = sys.getrefcount(body)
+    writer = stored(owner, body)
+    broker.halves.clear()
+    assert sys.getrefcount(body) == before and writer.messages == 1
 
 
 @pytest.mark.parametrize("slow", [1, 55, 80, 1500])
