@@ -126,8 +126,8 @@ class RocketMQHalfStore(HalfStore):
             names = [self._cluster.settings.half_group(group)]
             self._cluster.producer_groups.join(names, lambda checks: self._note_check_backs(group, checks), deadline)
         except BaseException:
-            with self._changed:
-                del self._check_backs[group]
+            with suppress(TxnBridgeError):  # the client is no member even if this fails: brokers ask other processes
+                self.leave(group, deadline)
             raise
 
     def leave(self, group: str, deadline: Deadline) -> None:
