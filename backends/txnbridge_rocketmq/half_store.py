@@ -59,7 +59,8 @@ class RocketMQHalfStore(HalfStore):
             for message in half.messages:
                 writer.send(*message)
         except BaseException:
-            writer.give_up(deadline)
+            with suppress(TxnBridgeError):  # the next check-back aborts the halves, because no prepare record names them
+                writer.abort(deadline)
             raise
         writer.prepare(deadline)
         how = {"log": dict(writer.evidence().log or {}), "prepared": writer.prepared(), "fresh": [writer.halves()]}
@@ -282,12 +283,6 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
 
     def halves(self) -> Sequence[tuple[Queue, Sequence[HalfAddress]]]:
         return self._halves.stored()
-
-    def give_up(self, deadline: Deadline) -> None:
-        """Abort a half message that could not be stored, and ignore errors."""
-        # If the abort fails, the next check-back aborts the halves, because no prepare record names them.
-        with suppress(TxnBridgeError):
-            self.abort(deadline)
 
 
 def _message(record: MessageExt) -> HalfMessage:

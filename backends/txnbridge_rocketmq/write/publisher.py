@@ -120,7 +120,6 @@ class RocketMQPublisher(Publisher):
     def flush(self, deadline: Deadline) -> None:
         """Wait until all accepted messages are stored. Raise `DeadlineExceeded` at the deadline; sending continues."""
         with self._changed:
-            self._check()
             self._settle(deadline)
 
     def _settle(self, deadline: Deadline) -> None:
@@ -136,7 +135,6 @@ class RocketMQPublisher(Publisher):
             if self._closed:
                 return
             try:
-                self._check()
                 self._settle(deadline)
             finally:
                 self._closed = True
