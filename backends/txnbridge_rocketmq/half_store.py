@@ -59,7 +59,7 @@ class RocketMQHalfStore(HalfStore):
             for message in half.messages:
                 writer.send(*message)
         except BaseException:
-            with suppress(TxnBridgeError):  # the next check-back aborts the halves, because no prepare record names them
+            with suppress(TxnBridgeError):  # the next check-back aborts halves that no prepare record names
                 writer.abort(deadline)
             raise
         writer.prepare(deadline)
