@@ -159,8 +159,8 @@ def test_no_call_waits_beyond_its_deadline_to_tell_an_unreachable_broker_where_a
     rebalancer = Mock(**{"refresh.return_value": QueueAssignment(places, places), "due_in.return_value": 0.0})
     rebalancer.client.submit = reach_nobody
     monkeypatch.setattr(reader, "Rebalancer", lambda *_: rebalancer)
-    topics = {"queues.return_value": queues, "existing_queues.return_value": queues}
-    cluster = Mock(settings=settings_for("rocketmq://x:1"), topics=Mock(**topics))
+    cluster = Mock(settings=settings_for("rocketmq://x:1"))
+    cluster.topics.queues.return_value = cluster.topics.existing_queues.return_value = queues
     ledger = cluster.context.ledger.return_value
     ledger.positions.return_value = dict.fromkeys(places, (5,)), (9,)
     ledger.holds.return_value, ledger.acknowledged.return_value = [], {}
