@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from txnbridge_conformance import faults
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.errors import ErrorResponse
+from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse, Unreachable
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
@@ -74,6 +74,20 @@ def test_an_error_that_nobody_expects_is_raised_by_later_calls(cluster):
     for call in (plain.flush, plain.close):
         with pytest.raises(errors.DeliveryFailed, match="none is left"):
             call(Deadline(LONG))
+
+
+@pytest.mark.offline
+def test_a_broker_that_is_away_holds_up_no_messages_to_another_one(cluster):
+    lost = Mock(**{"result.side_effect": Disconnected("lost", may_have_had_effect=True)})
+    cluster.topics.require.side_effect = lambda topic, *_: [Queue("t", topic, 0)]
+    cluster.client.submit.side_effect = lambda broker, *_: lost if broker == "away" else Mock()
+    cluster.client.call.side_effect = Unreachable("away")
+    send(plain := RocketMQPublisher(cluster), "away", b"1")
+    wait_until(lambda: cluster.client.call.called)  # to look for the message
+    send(plain, "here", b"2")
+    wait_until(lambda: cluster.client.submit.call_args[0][0] == "here")
+    with pytest.raises(errors.DeadlineExceeded):
+        plain.close(Deadline(0.1))
 
 
 @pytest.mark.offline
