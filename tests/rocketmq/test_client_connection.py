@@ -245,14 +245,9 @@ def test_garbage_ends_the_connection_and_every_call(connection, peer, garbage):
     assert becomes_true(lambda: not connection.is_open)
 
 
-def answer_twice(peer: Peer, command: RemotingCommand) -> None:
-    peer.answer(command)
-    peer.answer(command)
-
-
-DEEDS: dict[str, Callable[[Peer, RemotingCommand], None]] = {
+DEEDS: dict[str, Callable[[Peer, RemotingCommand], object]] = {
     "answer": lambda peer, command: peer.answer(command),
-    "answer twice": answer_twice,
+    "answer twice": lambda peer, command: list(map(peer.answer, [command] * 2)),
     "never answer": lambda peer, command: None,
     "answer another": lambda peer, command: peer.send(frame(0, command.opaque + 1000, ANSWER)),
     "refuse": lambda peer, command: peer.answer(command, 1),

@@ -201,15 +201,11 @@ def test_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, 
 
 @pytest.mark.parametrize(
     ("first_asked", "seconds", "taken"),
-    [(6, 30, True), (6, 42, False), (60, 5, False)],  # halves are discarded after 50 s
+    [("6000", 30, True), ("6000", 42, False), ("60000", 5, False)],  # halves are discarded after 50 s
     ids=["asked about behind its end", "discarded before its end", "too young to be asked about"],
 )
 def test_a_transaction_that_would_be_discarded_before_a_check_is_refused(owner, broker, first_asked, seconds, taken):
-    broker.told |= {
-        "transactionTimeOut": str(first_asked * 1000),
-        "transactionCheckInterval": "5000",
-        "transactionCheckMax": "10",
-    }
+    broker.told |= {"transactionTimeOut": first_asked, "transactionCheckInterval": "5000", "transactionCheckMax": "10"}
     writer = owner.begin(timeout=seconds)
     if taken:
         send(writer, "a", b"1")

@@ -121,9 +121,8 @@ class InitialPositions:
     def __init__(self, offsets: QueueOffsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
         self._offsets = offsets
         self._start = subscription.start
-        latest = self._start == "latest"
         self._latest: dict[Partition, VerifiableOffset] = {}
-        for each, queue in queues.items() if latest else ():
+        for each, queue in queues.items() if self._start == "latest" else ():
             self._latest[each] = offsets.verifiable(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> VerifiableOffset:
