@@ -59,7 +59,8 @@ class RocketMQHalfStore(HalfStore):
             for message in half.messages:
                 writer.send(*message)
         except BaseException:
-            writer.give_up(deadline)
+            with suppress(TxnBridgeError):  # the next check-back aborts halves that no prepare record names
+                writer.abort(deadline)
             raise
         writer.prepare(deadline)
         how = {"log": dict(writer.evidence().log or {}), "prepared": writer.prepared(), "fresh": [writer.halves()]}
@@ -126,8 +127,8 @@ class RocketMQHalfStore(HalfStore):
             names = [self._cluster.settings.half_group(group)]
             self._cluster.producer_groups.join(names, lambda checks: self._note_check_backs(group, checks), deadline)
         except BaseException:
-            with self._changed:
-                del self._check_backs[group]
+            with suppress(TxnBridgeError):  # the client is no member even if this fails: brokers ask other processes
+                self.leave(group, deadline)
             raise
 
     def leave(self, group: str, deadline: Deadline) -> None:
@@ -282,12 +283,6 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
 
     def halves(self) -> Sequence[tuple[Queue, Sequence[HalfAddress]]]:
         return self._halves.stored()
-
-    def give_up(self, deadline: Deadline) -> None:
-        """Abort a half message that could not be stored, and ignore errors."""
-        # If the abort fails, the next check-back aborts the halves, because no prepare record names them.
-        with suppress(TxnBridgeError):
-            self.abort(deadline)
 
 
 def _message(record: MessageExt) -> HalfMessage:

@@ -154,7 +154,7 @@ class FakeBroker:
 
     def __init__(
         self,
-        reply: Callable[[Peer, RemotingCommand], None] | None = None,
+        reply: Callable[[Peer, RemotingCommand], object] | None = None,
         tls: ssl.SSLContext | None = None,
         reads: bool = True,
     ) -> None:

@@ -102,26 +102,15 @@ def test_the_port_of_a_proxy_or_a_broker_is_no_name_server(rocketmq_broker, port
         cluster_for(f"rocketmq://{address}")
 
 
-AS_THEY_COME = {
-    "transactionTimeOut": "6000",
-    "transactionCheckInterval": "30000",
-    "transactionOpBatchInterval": "3000",
-    "transactionCheckMax": "15",
-    "fileReservedTime": "72",
-    "messageIndexEnable": "true",
-    "messageIndexSafe": "false",
-    "rejectTransactionMessage": "false",
-    "indexRocksDBEnable": "false",
-    "flushDiskType": "ASYNC_FLUSH",
-    "brokerRole": "ASYNC_MASTER",
-}
+AS_THEY_COME = (
+    {"transactionTimeOut": "6000", "transactionCheckInterval": "30000", "transactionOpBatchInterval": "3000"}
+    | {"transactionCheckMax": "15", "fileReservedTime": "72", "messageIndexEnable": "true"}
+    | {"messageIndexSafe": "false", "rejectTransactionMessage": "false", "indexRocksDBEnable": "false"}
+    | {"flushDiskType": "ASYNC_FLUSH", "brokerRole": "ASYNC_MASTER"}
+)
 INDEXED = AS_THEY_COME | {"messageIndexSafe": "true"}
-AS_THEY_SHOULD_BE = INDEXED | {
-    "transactionOpBatchInterval": "100",
-    "transactionCheckMax": "1440",
-    "flushDiskType": "SYNC_FLUSH",
-    "brokerRole": "SYNC_MASTER",
-}
+DURABLE = {"flushDiskType": "SYNC_FLUSH", "brokerRole": "SYNC_MASTER"}
+AS_THEY_SHOULD_BE = INDEXED | DURABLE | {"transactionOpBatchInterval": "100", "transactionCheckMax": "1440"}
 
 
 def found(told, level="problem", **given):

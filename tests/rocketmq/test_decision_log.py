@@ -229,14 +229,8 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
 def test_records_that_a_broker_has_dropped_are_missed(start_rocketmq, opened):
     """By default a broker drops records after three days; this broker drops them at once, file by file."""
     hours = ";".join(f"{hour:02}" for hour in range(24))
-    broker = start_rocketmq(
-        settings={
-            "mappedFileSizeCommitLog": str(8 << 20),
-            "fileReservedTime": "0",
-            "deleteWhen": hours,
-            "cleanResourceInterval": "500",
-        }
-    )
+    dropped = {"fileReservedTime": "0", "deleteWhen": hours, "cleanResourceInterval": "500"}
+    broker = start_rocketmq(settings={"mappedFileSizeCommitLog": str(8 << 20), **dropped})
     log = opened(broker.url, "dropped")
     large = b"x" * 900_000
     at = append(log, b"first", *[large] * 40)

@@ -1,6 +1,7 @@
 """Tests of ending halves, on a broker of a few lines: what is decided is published once, whatever fails."""
 
 import random
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -22,6 +23,7 @@ from txnbridge_rocketmq.outcome import end_transaction, outcome
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
+from txnbridge_rocketmq.write.transaction_properties import origin_of
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
@@ -199,15 +201,11 @@ def test_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, 
 
 @pytest.mark.parametrize(
     ("first_asked", "seconds", "taken"),
-    [(6, 30, True), (6, 42, False), (60, 5, False)],  # halves are discarded after 50 s
+    [("6000", 30, True), ("6000", 42, False), ("60000", 5, False)],  # halves are discarded after 50 s
     ids=["asked about behind its end", "discarded before its end", "too young to be asked about"],
 )
 def test_a_transaction_that_would_be_discarded_before_a_check_is_refused(owner, broker, first_asked, seconds, taken):
-    broker.told |= {
-        "transactionTimeOut": str(first_asked * 1000),
-        "transactionCheckInterval": "5000",
-        "transactionCheckMax": "10",
-    }
+    broker.told |= {"transactionTimeOut": first_asked, "transactionCheckInterval": "5000", "transactionCheckMax": "10"}
     writer = owner.begin(timeout=seconds)
     if taken:
         send(writer, "a", b"1")
@@ -428,15 +426,6 @@ def test_a_token_commits_a_part_of_a_span_with_a_database(owner, other, broker, 
     assert broker.seen("a") == VALUES
 
 
-def test_the_lock_of_a_dead_process_holds_no_process_up_for_long(owner, broker, log):
-    other = Process(broker, log, "other", publisher_stalled=0.05)
-    token = prepared(owner)
-    with owner.ender.exclusively(token.transaction, Deadline(60)) as turn:
-        assert turn is end_transaction.LockHolder.CALLER
-        assert finish(other, token) is Outcome.COMMITTED
-    assert broker.seen("a") == [b"10", b"11", b"12"]
-
-
 def test_an_exception_of_a_signal_handler_keeps_no_later_call_from_publishing(owner):
     def publish() -> None:
         with owner.ender.exclusively("billing/x/1", Deadline(60)) as turn:
@@ -453,15 +442,18 @@ def test_a_call_past_its_deadline_does_not_wait_long_for_the_broker_of_its_lock(
     assert timeouts == [1.0]
 
 
-def test_one_of_two_publishers_of_a_transaction_waits_for_the_other(owner, other, broker):
-    token = prepared(owner)
+@pytest.mark.parametrize("dead", [False, True])
+def test_one_of_two_publishers_of_a_transaction_waits_for_the_other_unless_it_seems_dead(owner, broker, log, dead):
+    other, token = Process(broker, log, "other", publisher_stalled=0.05 if dead else 60.0), prepared(owner)
     with ThreadPoolExecutor(1) as pool:
         with owner.ender.exclusively(token.transaction, Deadline(60)):
             waiting = pool.submit(finish, other, token)
-            with pytest.raises(TimeoutError):
-                waiting.result(0.2)
-            assert broker.published == []
+            if not dead:
+                with pytest.raises(TimeoutError):
+                    waiting.result(0.2)
+            assert broker.published == [] or waiting.result(60)
         assert waiting.result(60) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
 def test_an_owner_looks_up_what_it_has_published_only_if_the_broker_asks_much_later(owner, broker, monkeypatch):
@@ -507,6 +499,33 @@ def test_messages_published_by_another_process_right_after_the_decision_are_not_
     broker.fault = let_the_other_publish
     assert finish(owner, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_an_administrator_waits_for_an_owner_that_commits_meanwhile(owner, other, broker, monkeypatch):
+    answer_calls(monkeypatch, open_halves, "_drop_all")
+    writer, looks, ended = stored(owner), list[int](), list[Any]()
+    found = [PendingHalf(HOME, check.record) for check in broker.ask()]
+    listed = OpenHalves("billing/x/1", "open", found, origin_of(found[0].record))
+
+    def end_by_hand(request: RpcRequest[Any]) -> None:
+        if request.code == RequestCode.END_TRANSACTION:  # the owner's first one
+            broker.fault = lambda request: looks.append(request.code)
+            ended.append(pool.submit(end_open, other.ender, listed, Decision.ABORT, Deadline(60)))
+            assert becomes_true(lambda: ended[0].done() or len(looks) > 10 * len(VALUES))
+
+    broker.fault = end_by_hand
+    with ThreadPoolExecutor(1) as pool:
+        writer.commit(Deadline(60))
+        assert ended[0].result(60) is Outcome.COMMITTED
+    assert broker.seen("a") == VALUES
+
+
+def test_a_stored_message_is_not_kept_in_memory(owner, broker):
+    body = bytes(9)
+    before = sys.getrefcount(body)
+    writer = stored(owner, body)
+    broker.halves.clear()
+    assert sys.getrefcount(body) == before and writer.messages == 1
 
 
 @pytest.mark.parametrize("slow", [1, 55, 80, 1500])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from txnbridge_conformance import brokers
@@ -16,20 +17,20 @@ from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Unreachable
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
-from txnbridge_rocketmq.read import start_positions
-from txnbridge_rocketmq.read.rebalance import _SleepDetector, assign
+from txnbridge_rocketmq.read import reader, start_positions
+from txnbridge_rocketmq.read.rebalance import QueueAssignment, _SleepDetector, assign
 
 from tests.core.reading_kit import SOON, values
 from tests.failing import EACH, fail_call, raising
-from tests.in_time import paused, within
-from tests.rocketmq.kit import BROKER, LONG, becomes_true
+from tests.in_time import paused, wait_until, within
+from tests.rocketmq.kit import BROKER, LONG, becomes_true, settings_for
 from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, take_all, unique
 from txnbridge import Bridge, Outcome
 from txnbridge.errors import Conflict, EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown, PositionLost
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Subscription
 from txnbridge.testing import Child, tell
 
 
@@ -142,6 +143,32 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingCli
     reader.close()
     asked = groups.committed_offset(group, topic, 0)
     assert becomes_true(lambda: client.call(BROKER, asked, LONG) == 2)
+
+
+@pytest.mark.offline
+def test_no_call_waits_beyond_its_deadline_to_tell_an_unreachable_broker_where_a_group_stands(monkeypatch):
+    queues, waits = [Queue("t", "away", number) for number in range(3)], list[float]()
+    places = frozenset(("t", queue.queue) for queue in queues)
+
+    def reach_nobody(broker: str, request: Any, timeout: float) -> None:
+        if request.code == RequestCode.UPDATE_CONSUMER_OFFSET:
+            waits.append(timeout)
+            time.sleep(timeout)
+        raise Unreachable("away")
+
+    rebalancer = Mock(**{"refresh.return_value": QueueAssignment(places, places), "due_in.return_value": 0.0})
+    rebalancer.client.submit = reach_nobody
+    monkeypatch.setattr(reader, "Rebalancer", lambda *_: rebalancer)
+    cluster = Mock(settings=settings_for("rocketmq://x:1"))
+    cluster.topics.queues.return_value = cluster.topics.existing_queues.return_value = queues
+    ledger = cluster.context.ledger.return_value
+    ledger.positions.return_value = dict.fromkeys(places, (5,)), (9,)
+    ledger.holds.return_value, ledger.acknowledged.return_value = [], {}
+    member = reader.RocketMQReader(Mock(cluster=cluster), Subscription(("t",), "g"), Mock(), Deadline(LONG))
+    wait_until(lambda: not member.poll(1, Deadline(0)) and len(member.positions()) == 3)
+    member.ack_context().acks(dict.fromkeys(places, ((5,),)), Deadline(0.2))
+    member.close(Deadline(0.2))
+    assert len(waits) == 6 and sum(waits) <= 0.4
 
 
 def test_a_member_leaves_also_while_only_a_seek_tells_where_to_go_on(join: Join, client: RemotingClient, group: str):

@@ -1,5 +1,7 @@
 """Tests of the encoding of our messages, and of the decoding of other clients' messages."""
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,16 +130,11 @@ def test_the_message_group_of_fifo_topics_is_a_header_and_chooses_the_partition_
     assert (ordering_key(message, None), ordering_key(message, b"key")) == ("käse 7".encode(), b"key")
 
 
-@pytest.mark.parametrize("group", [b"", b" ", b"a\x01b", b"\xff"])
-def test_a_message_group_that_is_no_text_is_refused(group):
-    with pytest.raises(InvalidOption, match="message group"):
-        sent(headers=[(GROUP, group)])
-
-
-@pytest.mark.parametrize("tag", [b"", b" ", b"a|b", b"\xff", b"a\x02b"])
-def test_a_tag_that_subscriptions_could_not_name_is_refused(tag):
-    with pytest.raises(InvalidOption, match="TAGS"):
-        sent(headers=[("TAGS", tag)])
+@pytest.mark.parametrize("value", [b"", b" ", b"a\x01b", b"a\x02b", b"\xff", b"a|b"])
+@pytest.mark.parametrize(("name", "match"), [(GROUP, "message group"), ("TAGS", "TAGS")])
+def test_a_message_group_or_a_tag_that_subscriptions_could_not_name_is_refused(name, match, value):
+    with pytest.raises(InvalidOption, match=match) if name == "TAGS" or value != b"a|b" else nullcontext():
+        sent(headers=[(name, value)])
 
 
 @pytest.mark.parametrize("name", ["note", "TAGS"])
@@ -161,15 +158,7 @@ def test_a_message_of_another_client_has_its_properties_as_headers_and_its_keys_
 
 @pytest.mark.parametrize("odd", ["not base64!", "=", "[1]", "null", "{", "-1", "x", "[" * 20_000, "9" * 5_000])
 def test_odd_properties_of_our_names_are_no_reason_to_fail(odd):
-    names = [
-        "txnbridge.key",
-        "txnbridge.timestamp",
-        "txnbridge.headers",
-        "txnbridge-b64.a",
-        "txnbridge.7.b",
-        "txnbridge.",
-    ]
-    for name in names:
+    for name in (*map("txnbridge.".__add__, ("key", "timestamp", "headers", "7.b", "")), "txnbridge-b64.a"):
         message = arrived(pairs(**{name: odd, "kind": "new"}), b"body")
         assert message.value == b"body"
         assert message.headers["kind"] == "new"

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import Unreachable
 from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
 
 from tests.core.decisions_kit import MemoryLog
+from tests.failing import EACH, fail_call
 from tests.in_time import Hold
 from tests.rocketmq.half_broker import HalfBroker, Process
 from tests.rocketmq.kit import LONG
@@ -59,6 +62,14 @@ def test_a_broker_that_does_not_list_members_keeps_nobody_out(broker, process, f
     if fault == 16:  # the doctor says that it may not look
         with pytest.raises(AccessDenied):
             process.cluster.producer_groups.strangers([OURS], Deadline(60), strict=True)
+
+
+@pytest.mark.offline
+def test_a_resolver_that_could_not_join_its_group_is_no_member_of_it(process, monkeypatch):
+    joined = fail_call(monkeypatch, process.cluster.client, "join", Unreachable("away"), EACH)
+    with pytest.raises(DeadlineExceeded):
+        RocketMQHalfStore(process.ender).checks("shop", 1, Deadline(0.1))
+    assert joined[0][0].producers and not joined[-1][0].producers
 
 
 @pytest.mark.offline

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from txnbridge_conformance import faults
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.errors import ErrorResponse
+from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse, Unreachable
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
@@ -17,7 +17,7 @@ from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 from tests.failing import fail_call
 from tests.in_time import paused, wait_until, within
-from tests.interrupts import Interrupted
+from tests.interrupts import Interrupted, interrupted_everywhere
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from tests.rocketmq.writing_kit import numbered
 from txnbridge import errors
@@ -60,11 +60,47 @@ def send_all(publisher, topic, values):
     publisher.flush(Deadline(LONG))
 
 
-@pytest.mark.offline
-def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(no_threads):
+@pytest.fixture
+def cluster():
+    """Return the stand-in of a cluster, which stores each message."""
     known = {"topics.require.return_value": [Queue("t", "a", 0)], "brokers.config.return_value.message_bytes": 9}
+    return Mock(**known)
+
+
+@pytest.mark.offline
+def test_an_error_that_nobody_expects_is_raised_by_later_calls(cluster):
+    cluster.client.submit.side_effect = MemoryError("none is left")
+    send(plain := RocketMQPublisher(cluster), "t", b"1")
+    for call in (plain.flush, plain.close):
+        with pytest.raises(errors.DeliveryFailed, match="none is left"):
+            call(Deadline(LONG))
+
+
+@pytest.mark.offline
+def test_a_broker_that_is_away_holds_up_no_messages_to_another_one(cluster):
+    lost = Mock(**{"result.side_effect": Disconnected("lost", may_have_had_effect=True)})
+    cluster.topics.require.side_effect = lambda topic, *_: [Queue("t", topic, 0)]
+    cluster.client.submit.side_effect = lambda broker, *_: lost if broker == "away" else Mock()
+    cluster.client.call.side_effect = Unreachable("away")
+    send(plain := RocketMQPublisher(cluster), "away", b"1")
+    wait_until(lambda: cluster.client.call.called)  # to look for the message
+    send(plain, "here", b"2")
+    wait_until(lambda: cluster.client.submit.call_args[0][0] == "here")
+    with pytest.raises(errors.DeadlineExceeded):
+        plain.close(Deadline(0.1))
+
+
+@pytest.mark.offline
+def test_a_flush_waits_also_for_the_message_of_an_interrupted_send(cluster):
+    plain = RocketMQPublisher(cluster)
+    assert interrupted_everywhere(lambda: send(plain, "t", b"1"), lambda: plain.flush(Deadline(LONG)), ["publisher.py"])
+    plain.close(Deadline(LONG))
+
+
+@pytest.mark.offline
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(cluster, no_threads):
     no_threads(0)
-    plain = RocketMQPublisher(cluster := Mock(**known))
+    plain = RocketMQPublisher(cluster)
     with pytest.raises(RuntimeError):
         send(plain, "t", b"refused")
     send(plain, "t", b"1")
@@ -73,9 +109,10 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(no_th
 
 
 @pytest.mark.offline
-def test_no_second_thread_sends_after_an_exception_of_a_signal_handler_while_the_first_one_started(monkeypatch):
-    known = {"topics.require.return_value": [Queue("t", "a", 0)], "brokers.config.return_value.message_bytes": 9}
-    plain, both = RocketMQPublisher(cluster := Mock(**known)), Barrier(2)
+def test_no_second_thread_sends_after_an_exception_of_a_signal_handler_while_the_first_one_started(
+    cluster, monkeypatch
+):
+    plain, both = RocketMQPublisher(cluster), Barrier(2)
 
     def meet(*_: object) -> Mock:
         with suppress(BrokenBarrierError):

@@ -27,9 +27,9 @@ from txnbridge_rocketmq.outcome.outcome import (
     is_published,
     prepare_record,
     prepared_by,
-    publish_exclusively,
+    publish_decided,
 )
-from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json, halves_from_json, seconds_since
+from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, place_of
 
 T = TypeVar("T")
@@ -347,7 +347,7 @@ def _end_unprepared(
         else:
             claim = ledger.claim(listed.name, Decision.ABORT, halves_as_json(topics), deadline, log=listed.origin.log)
     if claim.decision is Decision.COMMIT:
-        publish_exclusively(ender, listed.name, halves_from_json(claim.data), deadline)
+        publish_decided(ender, listed.name, claim, deadline)
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
 
 

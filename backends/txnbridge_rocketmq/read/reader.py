@@ -102,7 +102,7 @@ class RocketMQReader(Reader):
             else:
                 self._group = GroupPositions(self._offsets, self._starts, subscription.group, cluster.context, ender)
                 self._context = RocketMQAckContext(
-                    subscription.group, self._group, self._readers, self._guard, self._commit_offset
+                    subscription.group, self._group, self._readers, self._guard, self._commit_offsets
                 )
         except BaseException:
             self.close(deadline)
@@ -339,8 +339,8 @@ class RocketMQReader(Reader):
             raise errors.InvalidState("messages that were read without a group cannot be acknowledged")
         return self._context
 
-    def _commit_offset(self, reader: QueueReader, at: int) -> None:
-        self._offsets.commit(str(self._subscription.group), reader.queue, at)
+    def _commit_offsets(self, offsets: Mapping[Queue, int], deadline: Deadline) -> None:
+        self._offsets.commit(str(self._subscription.group), offsets, deadline)
 
     def close(self, deadline: Deadline) -> None:
         if self._closed:
@@ -351,9 +351,9 @@ class RocketMQReader(Reader):
         if self._context is not None and self._context.was_used and self._group is not None:
             with suppress(errors.TxnBridgeError):
                 positions, _ = self._group.positions(Deadline(min(deadline.left(), _CLOSE_SECONDS)))
-                for partition, reader in self._readers.items():
-                    if partition in positions:  # otherwise the group has no position in the partition yet
-                        self._commit_offset(reader, positions[partition])
+                # Without partitions in which the group has no position yet
+                known = {reader.queue: positions[at] for at, reader in self._readers.items() if at in positions}
+                self._commit_offsets(known, deadline)
         if self._rebalancer is not None:
             self._rebalancer.close(deadline)
         else:

@@ -38,8 +38,8 @@ _VISIBLE_POLL_SECONDS = 0.01
 _MISSING_RECORD_POLL_SECONDS = 0.1
 # The wait while prepared transactions hold all partitions that a member would read.
 _HELD_POLL_SECONDS = 0.1
-# Timeout of committing a group's offset to the broker. Only administrators and tools need that offset.
-_OFFSET_COMMIT_SECONDS = 5.0
+# Timeout of committing a group's offsets to brokers, which may be away. Only administrators and tools need them.
+_OFFSET_COMMIT_SECONDS = 1.0
 
 
 class QueueOffsets:
@@ -103,11 +103,13 @@ class QueueOffsets:
         """Return the group's offset in the broker's offset store; None if the store has no offset of the group."""
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
 
-    def commit(self, group: str, queue: Queue, offset: int) -> None:
-        """Commit a group's offset to the broker's offset store, for tools. Do not wait for the response."""
-        request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
-        with suppress(RemotingError):  # the next acknowledgement commits the offset again
-            self._client.submit(queue.broker, request, _OFFSET_COMMIT_SECONDS)
+    def commit(self, group: str, offsets: Mapping[Queue, int], deadline: Deadline) -> None:
+        """Commit a group's offsets to the brokers' offset stores, for tools. Do not wait for the responses."""
+        deadline = Deadline(min(_OFFSET_COMMIT_SECONDS, deadline.left()))
+        for queue, offset in offsets.items():
+            request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
+            with suppress(RemotingError):  # the next acknowledgement commits the offset again
+                self._client.submit(queue.broker, request, deadline.left())
 
     def _ask(self, queue: Queue, request: RpcRequest[T], deadline: Deadline) -> T:
         return retry_call(self._client, queue.broker, request, f"asking about {queue.topic}[{queue.queue}]", deadline)
@@ -119,9 +121,8 @@ class InitialPositions:
     def __init__(self, offsets: QueueOffsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
         self._offsets = offsets
         self._start = subscription.start
-        latest = self._start == "latest"
         self._latest: dict[Partition, VerifiableOffset] = {}
-        for each, queue in queues.items() if latest else ():
+        for each, queue in queues.items() if self._start == "latest" else ():
             self._latest[each] = offsets.verifiable(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> VerifiableOffset:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Ack, Deadline, Partition, Position
+from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.start_positions import GroupPositions
 
-OnAck = Callable[[QueueReader, int], object]
+OnAck = Callable[[Mapping[Queue, int], Deadline], object]
 
 
 @dataclass(eq=False, repr=False)
@@ -67,8 +68,7 @@ class RocketMQAckContext:
                 claimed[partition] = Ack(self.group, partition, at, end, read_up_to)
             for partition, ack in claimed.items():
                 readers[partition].undecided_acks = [(ack.first[0], ack.end[0])]
-        for partition, ack in claimed.items():
-            self._on_ack(readers[partition], ack.first[0])
+        self._on_ack({readers[partition].queue: ack.first[0] for partition, ack in claimed.items()}, deadline)
         return list(claimed.values())
 
     def require_held(self, acks: Sequence[Ack], transaction: str, deadline: Deadline) -> None:

@@ -143,6 +143,8 @@ class HalfBuffer:
         results = self.client.call_all([(half.queue.broker, half.request) for half in halves], deadline.left())
         for half, result in zip(halves, results, strict=True):
             half.result = result
+            if isinstance(result, SendResult):
+                del half.request  # with the message, which may be large
 
     def flush(self, deadline: Deadline) -> None:
         """Store every half. The caller aborts the transaction on `DeliveryFailed` or `AccessDenied`."""

@@ -46,7 +46,7 @@ class _QueueSender:
 
 
 class RocketMQPublisher(Publisher):
-    """Publisher that sends from a thread of its own. After a failure, it accepts and sends no more messages.
+    """Publisher that sends from a thread for each broker. After a failure, it accepts and sends no more messages.
 
     RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique key. If
     the look-up does not find the message, the publisher fails, and does not send it again.
@@ -56,11 +56,11 @@ class RocketMQPublisher(Publisher):
         self._cluster = cluster
         self._changed = threading.Condition()
         self._senders: dict[Queue, _QueueSender] = {}
-        self._messages = self._bytes = 0  # accepted and not stored yet
+        self._bytes = 0  # of the messages that are accepted and not stored yet
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._failed: errors.DeliveryFailed | errors.AccessDenied | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: dict[str, threading.Thread] = {}  # by broker: one that is away holds up no other one
 
     def send(
         self,
@@ -90,13 +90,18 @@ class RocketMQPublisher(Publisher):
                     f"the send buffer had no room for a message to {queue.topic} for {deadline.seconds:g} s"
                 )
             self._check()
-            if self._thread is None:
-                (thread := threading.Thread(target=self._run, name="rocketmq publisher", daemon=True)).start()
-                self._thread = thread
+            if (broker := queue.broker) not in self._threads:
+                thread = threading.Thread(target=self._run, args=(broker,), name="rocketmq publisher", daemon=True)
+                thread.start()
+                self._threads[broker] = thread
+            self._changed.notify_all()  # first: an exception of a signal handler may come behind each call
             self._senders.setdefault(queue, _QueueSender(queue)).waiting.append(message)
-            self._messages += 1
             self._bytes += len(message.body)
-            self._changed.notify_all()
+
+    @property
+    def _messages(self) -> int:
+        """The number of messages that are accepted and not stored yet, also by a `send` that was interrupted."""
+        return sum(len(sender.waiting) for sender in self._senders.values())
 
     @property
     def _ended(self) -> bool:
@@ -116,7 +121,6 @@ class RocketMQPublisher(Publisher):
     def flush(self, deadline: Deadline) -> None:
         """Wait until all accepted messages are stored. Raise `DeadlineExceeded` at the deadline; sending continues."""
         with self._changed:
-            self._check()
             self._settle(deadline)
 
     def _settle(self, deadline: Deadline) -> None:
@@ -132,41 +136,43 @@ class RocketMQPublisher(Publisher):
             if self._closed:
                 return
             try:
-                self._check()
                 self._settle(deadline)
             finally:
                 self._closed = True
                 self._changed.notify_all()
 
-    # --- sending, on the publisher's own thread -----------------------------------------------------------------------
+    # --- sending, on the publisher's own threads ----------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, broker: str) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._due(), self._next_due())
+                self._changed.wait_for(lambda: self._ended or self._due(broker), self._next_due(broker))
                 # A thread is another one if a signal handler raised an exception while `_take` started it.
-                if self._ended or self._thread is not threading.current_thread():
+                if self._ended or self._threads.get(broker) is not threading.current_thread():
                     return
-                due = self._due()
+                due = self._due(broker)
             for sender in due:
                 try:
                     self._advance(sender)
-                except _PublishFailure as failure:
-                    self._fail(failure)
+                except BaseException as error:  # also an unexpected one: no other thread sends what waits
+                    self._fail(error)
                     return
 
-    def _due(self) -> list[_QueueSender]:
+    def _due(self, broker: str) -> list[_QueueSender]:
         """Return the senders whose request has ended, or that can send a message now."""
         now = time.monotonic()
         return [
             sender
-            for sender in self._senders.values()
+            for sender in self._senders_to(broker)
             if (sender.call.done() if sender.call is not None else sender.waiting and sender.again_at <= now)
         ]
 
-    def _next_due(self) -> float | None:
+    def _senders_to(self, broker: str) -> list[_QueueSender]:
+        return [sender for sender in self._senders.values() if sender.queue.broker == broker]
+
+    def _next_due(self, broker: str) -> float | None:
         """Return the seconds until the next paused sender may send again; None if none is paused."""
-        waits = [sender.again_at for sender in self._senders.values() if sender.call is None and sender.waiting]
+        waits = [sender.again_at for sender in self._senders_to(broker) if sender.call is None and sender.waiting]
         return max(0.0, min(waits) - time.monotonic()) if waits else None
 
     def _advance(self, sender: _QueueSender) -> None:
@@ -190,9 +196,7 @@ class RocketMQPublisher(Publisher):
 
     def _stored(self, sender: _QueueSender) -> None:
         with self._changed:
-            message = sender.waiting.popleft()
-            self._messages -= 1
-            self._bytes -= len(message.body)
+            self._bytes -= len(sender.waiting.popleft().body)
             self._changed.notify_all()
 
     def _was_stored_despite(self, sender: _QueueSender, error: RemotingError) -> bool:
@@ -213,11 +217,9 @@ class RocketMQPublisher(Publisher):
 
     def _require_stored(self, sender: _QueueSender, error: RemotingError) -> None:
         """Look up the first waiting message. Raise `_PublishFailure` if the look-up does not find the message."""
-        message = sender.waiting[0]
-        assert message.unique_key is not None
-        request = read_requests.by_unique_key(sender.queue.topic, message.unique_key)
+        request = read_requests.by_unique_key(sender.queue.topic, sender.waiting[0].unique_key or "")
         until: float | None = None
-        while not self._closed and (until is None or time.monotonic() < until):
+        while not self._ended and (until is None or time.monotonic() < until):
             try:
                 if self._cluster.client.call(sender.queue.broker, request, _RESPONSE_SECONDS):
                     return
@@ -233,18 +235,21 @@ class RocketMQPublisher(Publisher):
             error, "the broker did not respond for a message, and a look-up did not find it; it may be stored later"
         )
 
-    def _fail(self, failure: _PublishFailure) -> None:
-        refused = isinstance(translate(failure.cause, ""), errors.AccessDenied)
-        kind = errors.AccessDenied if refused else errors.DeliveryFailed
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, _PublishFailure) else _PublishFailure(error, "a message may not be stored")
+        kind: type[errors.DeliveryFailed | errors.AccessDenied] = errors.DeliveryFailed
+        if isinstance(failure.cause, RemotingError) and isinstance(translate(failure.cause, ""), errors.AccessDenied):
+            kind = errors.AccessDenied
         with self._changed:
-            self._failed = kind(f"{failure}; no later message in its partition is stored: {failure.cause}")
-            self._failed.__cause__ = failure.cause
+            if self._failed is None:  # otherwise the thread of another broker has met an error before
+                self._failed = kind(f"{failure}; no later message in its partition is stored: {failure.cause}")
+                self._failed.__cause__ = failure.cause
             self._changed.notify_all()
 
 
 class _PublishFailure(Exception):
-    """Raised if a message is not stored, or may not be, so that the publisher stops. `cause` is the client's error."""
+    """Raised if a message is not stored, or may not be, so that the publisher stops. `cause` is the error behind it."""
 
-    def __init__(self, cause: RemotingError, action: str) -> None:
+    def __init__(self, cause: BaseException, action: str) -> None:
         super().__init__(action)
         self.cause = cause

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from txnbridge import errors
-from txnbridge.errors import InvalidState, TransactionAborted
 from txnbridge.spi import (
     Ack,
     Begin,
@@ -283,8 +282,7 @@ class RocketMQWriter(Writer):
             _log.debug("transaction %s is aborted after its deadline: %s", self._begun.transaction, error)
 
     def abort(self, deadline: Deadline) -> None:
-        if deadline.left() < _LEAST_ABORT_SECONDS:
-            deadline = Deadline(_LEAST_ABORT_SECONDS)
+        deadline = max(deadline, Deadline(_LEAST_ABORT_SECONDS), key=Deadline.left)
         if not (self.messages or self._acks):
             return
         try:
@@ -296,8 +294,7 @@ class RocketMQWriter(Writer):
         self._drop(deadline)
 
     def _drop(self, deadline: Deadline) -> None:
-        if deadline.left() < _LEAST_ABORT_SECONDS:
-            deadline = Deadline(_LEAST_ABORT_SECONDS)
+        deadline = max(deadline, Deadline(_LEAST_ABORT_SECONDS), key=Deadline.left)
         with self._cluster.context.events.step("step:drop", self._begun.transaction):
             self._owner.ender.drop([(q.broker, half) for q, each in self._halves.stored() for half in each], deadline)
 
@@ -356,7 +353,7 @@ class RocketMQPreparedWriter(RocketMQWriter):
                 self._owner.ledger.record(PREPARE, transaction, prepared.as_json(self._origin.log), deadline)
                 claim = self._owner.ledger.decided(transaction, deadline, log=self._origin.log)
                 if claim is not None and claim.decision is Decision.ABORT:
-                    raise TransactionAborted("another process aborted the transaction; run it again")
+                    raise errors.TransactionAborted("another process aborted the transaction; run it again")
                 for context, acks in self._acks.items():
                     context.require_held(acks, transaction, deadline)
         except BaseException:
@@ -365,4 +362,4 @@ class RocketMQPreparedWriter(RocketMQWriter):
             raise
 
     def commit(self, deadline: Deadline) -> None:
-        raise InvalidState("a prepared transaction is committed by its token")
+        raise errors.InvalidState("a prepared transaction is committed by its token")
