@@ -165,7 +165,7 @@ def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_ask
 
 
 def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(owner, other, broker, log):
-    writer = stored(owner, timeout=0.01)
+    writer = stored(owner, timeout=1.0)
     log.append = refuse
     with pytest.raises(errors.OutcomeUnknown, match="after its deadline"):
         writer.abort(Deadline(1))
@@ -252,7 +252,7 @@ def test_one_look_at_the_log_answers_all_check_backs_of_a_transaction(owner, oth
 
 def test_the_abort_of_a_transaction_past_its_deadline_is_recorded_before_it_is_answered(owner, broker, log):
     other = Process(broker, log, "other", settle_timeout=0.5)
-    writer = stored(owner, b"late", timeout=0.01)
+    writer = stored(owner, b"late", timeout=1.0)
     wait_for_deadline(writer)
     (check,) = broker.ask()
     log.append = refuse
@@ -275,7 +275,7 @@ def decide(writer):
 def test_a_transaction_without_its_evidence_is_neither_decided_nor_answered_and_logged_once(
     owner, other, broker, log, caplog, decided
 ):
-    writer = stored(owner, timeout=0.01)
+    writer = stored(owner, timeout=1.0)
     if decided:
         decide(writer)
     wait_for_deadline(writer)
@@ -294,7 +294,7 @@ def test_a_transaction_without_its_evidence_is_neither_decided_nor_answered_and_
 @pytest.mark.parametrize("asked", ["the broker", "a status"])
 def test_a_process_aborts_by_the_clock_only_after_the_time_by_which_clocks_may_differ(owner, other, broker, log, asked):
     careful = Process(broker, log, "careful", clocks_differ=60.0)
-    writer = stored(owner, b"late", timeout=0.01)
+    writer = stored(owner, b"late", timeout=1.0)
     wait_for_deadline(writer)
     token = token_of(owner, 1, writer)
 
@@ -348,7 +348,7 @@ def test_a_half_whose_properties_cannot_be_read_holds_up_no_other(owner, other, 
     broker.keep("a", 0, {**properties, **named, "txnbridge.log": "[" * 20_000}, b"odd")
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
-    wait_for_deadline(stored(owner, timeout=0.01))
+    wait_for_deadline(stored(owner, timeout=1.0))
     asked = broker.ask()
     other.checks.answer(asked)
     assert [broker.halves[number].body for number in broker.open] == [b"odd", b"1"]
