@@ -412,8 +412,7 @@ class DatabaseTransaction:
             self.abort()
 
             def close(commit: Commit) -> None:
-                # Perhaps in the middle of a statement, or on a thread that cannot wait for the database. And a commit
-                # that was refused has ended the transaction for SQLAlchemy only: the pool would not roll it back.
+                # Perhaps a statement runs, or the transaction has ended for SQLAlchemy only, by a refused commit.
                 ended = self._root is not None and not self._root.is_active
                 if commit.given_up or ended or (error is not None and not isinstance(error, Exception)):
                     self.connection.invalidate()
