@@ -649,7 +649,9 @@ def invoke(shop):
     return lambda command, *more: CliRunner().invoke(main, ["relay", command, *given, *more])
 
 
-def test_the_commands_publish_list_and_change_rows(engine, shop, bridge, invoke):
+def test_the_commands_publish_list_and_change_rows(engine, shop, bridge, invoke, tmp_path):
+    mistyped = tmp_path / "mistyped.db"
+    assert (invoke("status", "--database", f"sqlite:///{mistyped}").exit_code, mistyped.exists()) == (2, False)
     assert (invoke("parked").exit_code, invoke("status").exit_code) == (2, 2)  # no relay has opened it
     send(engine, b"1")
     send(engine, b"2", topic="nowhere")

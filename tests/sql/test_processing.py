@@ -508,15 +508,18 @@ def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, sho
 
 
 @pytest.mark.parametrize("end", [sa.Connection.commit, sa.Connection.rollback])
-def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run, end):
+def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, open_engine, run, end):
+    engine = open_engine(shop.database)
+
     def each(message, db):
         record(message, db)
         end(db)
 
     feed(bridge, b"1")
     with pytest.raises(txnbridge.InvalidState, match="the handler"):
-        run(each)
-    assert done(shop.database) == []
+        run(each, db=engine)
+    with engine.begin() as connection:  # from the same pool
+        assert connection.execute(sa.select(DONE)).all() == []
 
 
 def end_by_text(db):

@@ -57,6 +57,7 @@ _LOCK_SECONDS, LOOK_SECONDS = 1.0, 5.0
 # An ABORT row stays a day longer than its transaction's deadline, after which the database refuses a COMMIT row. A day
 # is more than the clocks of two machines differ.
 _ABORT_ROWS_MS = 86_400_000
+_BEGUN = "db= takes a session that is in no transaction: commit it before, or pass a sessionmaker"
 # The interval at which a resolver deletes old ABORT rows, and the number of rows that one statement deletes.
 _SWEEP_SECONDS, _SWEEP_ROWS = 60.0, 500
 
@@ -296,6 +297,8 @@ def _bound(db: SessionOrEngine) -> tuple[sa.Engine, orm.Session | None, bool]:
     if not isinstance(session, orm.Session):
         text = "db= is an Engine, a Session, a sessionmaker or an AsyncSession's `sync_session` of SQLAlchemy, not"
         raise errors.InvalidOption(text + f" {type(db).__name__}")
+    if session.in_transaction():  # which may hold a lock for which opening the table would wait
+        raise errors.InvalidState(_BEGUN)
     try:
         engine = session.get_bind()
     except exc.UnboundExecutionError:
@@ -358,8 +361,7 @@ class BarrierTransaction(HalfTransaction):
         if self._db is not None:
             raise errors.InvalidState(f"the block of transaction {self._id} has begun already")
         if self._session is not None and self._session.in_transaction():
-            text = "db= takes a session that is in no transaction: commit it before, or pass a sessionmaker"
-            raise errors.InvalidState(text)
+            raise errors.InvalidState(_BEGUN)
         database, commit = self._barrier.database, Commit()
         try:
             database.run(f"beginning a transaction in {_WHAT}", lambda: self._begin(commit), self._deadline, commit)

@@ -412,8 +412,9 @@ class DatabaseTransaction:
             self.abort()
 
             def close(commit: Commit) -> None:
-                # Perhaps in the middle of a statement, or on a thread that cannot wait for the database.
-                if commit.given_up or (error is not None and not isinstance(error, Exception)):
+                # Perhaps a statement runs, or the transaction has ended for SQLAlchemy only, by a refused commit.
+                ended = self._root is not None and not self._root.is_active
+                if commit.given_up or ended or (error is not None and not isinstance(error, Exception)):
                     self.connection.invalidate()
                 self.connection.close()
 

@@ -91,8 +91,7 @@ class OutboxStore:
     """The database side of a relay: reads and changes the tables of an outbox, each call in one transaction."""
 
     def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
-        self._rows, self._state = outbox.rows, outbox.state
-        self._name = outbox.name
+        self._rows, self._state, self._name = outbox.rows, outbox.state, outbox.name
         self._clusters = sa.Table(  # to which broker's cluster the messages of each outbox go
             "txnbridge_outbox_clusters",
             sa.MetaData(schema=self._state.schema),
@@ -100,10 +99,9 @@ class OutboxStore:
             sa.Column("cluster", sa.String(255), nullable=False),
             **EXACT_TEXT,
         )
-        waiting = self._rows.c.state == WAITING
         columns = [self._state.c[name] for name in OutboxState._fields]
         self._select_state = sa.select(*columns)
-        self._look = sa.select(*columns, sa.exists().where(waiting).select_from(self._rows))
+        self._look = sa.select(*columns, sa.exists().where(self._rows.c.state == WAITING).select_from(self._rows))
         self._what = f"the outbox {outbox.name!r}"
         self._reading = f"reading {self._what}"
         self._database = Database(database, self._what)
@@ -137,6 +135,10 @@ class OutboxStore:
             )
 
     def exists(self, deadline: Deadline) -> bool:
+        url = self._database.engine.url
+        if url.get_backend_name() == "sqlite" and not os.path.exists(str(url.database).removeprefix("file:")):
+            return False  # a connection would create the file
+
         def look(connection: sa.Connection) -> bool:
             made = sa.inspect(connection).has_table(self._state.name, schema=self._state.schema)
             return made and connection.scalar(sa.select(self._state.c.number)) is not None
@@ -261,9 +263,7 @@ class OutboxStore:
         """Let refused (parked) rows wait again, or delete them; all of them if `rows` is None. Return their number."""
 
         def change(connection: sa.Connection) -> int:
-            chosen = self._rows.c.state == PARKED
-            if rows is not None:
-                chosen &= self._rows.c.id.in_(rows)
+            chosen = (self._rows.c.state == PARKED) & (sa.true() if rows is None else self._rows.c.id.in_(rows))
             # The state's row is changed first, as everywhere: its lock keeps two changes apart.
             self._set_state(connection, sa.true(), self._state.c.relay)
             again = sa.update(self._rows).values(state=WAITING, reason=None, changed_at=_now())
