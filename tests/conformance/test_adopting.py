@@ -42,7 +42,8 @@ def call(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def run(project: Path, *arguments: str) -> str:
     """Return pytest's result in that project."""
-    return call(project, sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments).stdout
+    options = ["-q", "-W", "error", "--strict-markers", "-p", "pytest_timeout"]
+    return call(project, sys.executable, "-m", "pytest", *options, *arguments).stdout
 
 
 def test_three_short_files_are_enough(project):

@@ -54,9 +54,7 @@ def test_the_fixtures_come_as_a_plugin_and_close_the_bridge(tmp_path: Path) -> N
         "        opened[0].transaction()\n"
     )
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:randomly", tmp_path],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", tmp_path], capture_output=True, text=True
     )
     assert "2 passed" in run.stdout, run.stdout
 

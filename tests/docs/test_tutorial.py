@@ -83,7 +83,7 @@ class Shop:
 
 def test_the_tests_of_the_tutorial_pass(tmp_path):
     shop = Shop(tmp_path, f"embedded:{tmp_path}/my-shop.db")
-    assert "4 passed" in shop.run("python -m pytest -q -p no:cacheprovider -p no:randomly")
+    assert "4 passed" in shop.run("python -m pytest -q -p no:cacheprovider")
 
 
 def live_through(shop: Shop, *options: str) -> None:

@@ -4,8 +4,10 @@ import ast
 
 import pytest
 
-from tests.house.rooms import ROOT, packages
+from tests.house.rooms import ROOT, nodes, packages
 from tests.house.test_public_names import EVERY_PUBLIC_MODULE
+
+pytestmark = pytest.mark.xdist_group("sources")
 
 MODULES_IN_A_FOLDER = 15
 FULLER_FOLDERS = {"txnbridge/cli": 27}  # a module for each command
@@ -34,7 +36,7 @@ def private_reaches() -> int:
     """Return how often tests name a private attribute of something else than `self`."""
     found = 0
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 found += not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rooms import PUBLIC_MODULES, packages, parsed
+from tests.house.rooms import PUBLIC_MODULES, nodes, packages
 
 pytestmark = pytest.mark.xdist_group("sources")
 
@@ -48,7 +48,7 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 def imported(importer: str, source: str) -> Iterator[str]:
     """The full dotted name of everything that a module imports, also inside functions and by string."""
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
@@ -165,7 +165,7 @@ def test_an_import_within_the_rules_passes(importer, source):
 def climbs(importer: str, source: str) -> list[str]:
     """Return what a module of the core imports from rooms above its own, but not late, inside functions."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    imports = [ast.unparse(each) for each in parsed(source).body if isinstance(each, ast.Import | ast.ImportFrom)]
+    imports = [ast.unparse(each) for each in ast.parse(source).body if isinstance(each, ast.Import | ast.ImportFrom)]
     names = [name for name in imported(importer, "\n".join(imports)) if is_inside(name, {"txnbridge"})]
     own, door = floor[importer.split(".")[1]], floor["__init__"]
     return [name for name in names if floor.get(f"{name}.".split(".")[1], door) > own]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rooms import ROOT, packages, parsed
+from tests.house.rooms import ROOT, nodes, packages
 from tests.house.test_import_rules import imported, modules
 
 pytestmark = pytest.mark.xdist_group("sources")
@@ -40,7 +40,7 @@ CIRCULAR = {
 def docstrings(package: Path) -> Iterator[tuple[str, str]]:
     """The place and the text of every docstring of a package."""
     for name, path in modules(package):
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes(path.read_text()):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             if text := ast.get_docstring(node):
@@ -90,7 +90,7 @@ def test_no_class_name_stands_twice(package):
     for name, path in modules(package):
         if name.startswith("txnbridge.aio."):  # its classes are named like the synchronous ones
             continue
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].add(name)
     assert classes

@@ -31,6 +31,7 @@ def secured(authority, start_shared):
     return start_shared(
         settings=one_user(ROOT),
         system_properties={
+            "tls.server.mode": "permissive",
             "tls.test.mode.enable": "false",
             "tls.server.certPath": str(certificate.certificate),
             "tls.server.keyPath": str(certificate.key),

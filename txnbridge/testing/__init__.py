@@ -152,12 +152,11 @@ def crash_everywhere(
         def kill_at(event: Unvisited) -> Point | None:
             return _kill_and_check(function, check, make_start(), event, timeout)
 
-        going_on = True
-        while going_on:
-            visited = frozenset(killed_at)
-            points = list(side_by_side(kill_at, [Unvisited(visited, skip) for skip in range(at_once)]))
+        points: list[Point | None] = []
+        while not points or points[0] is not None:
+            visited, starts = frozenset(killed_at), 1 if None in points else at_once  # one shows that none is left
+            points = list(side_by_side(kill_at, [Unvisited(visited, skip) for skip in range(starts)]))
             killed_at += [point for point in points if point is not None and point not in killed_at]
-            going_on = points[0] is not None
     if not killed_at:
         raise AssertionError(f"{function.__qualname__} caused no event, so it was killed nowhere and nothing is proven")
     return killed_at

@@ -207,6 +207,7 @@ class RocketMQ(ProcessBroker):
             "user.home": str(self.folder / name),  # the folder of files for which RocketMQ has no setting
             "rocketmq.home.dir": str(self.folder),
             "rmq.logback.configurationFile": str(self.folder / "logback.xml"),
+            "tls.server.mode": "disabled",  # else each start makes three certificates, in half of its CPU time
             **self._system_properties,
         }
         defined = [f"-D{key}={value}" for key, value in own.items()]
