@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from tests.failing import EACH, fail_call
 from txnbridge import hookimpl, plugins
@@ -50,7 +51,7 @@ pytest_plugins = [
 pytest.register_assert_rewrite("tests.log_contract", "tests.log_decisions")
 
 # How fast examples are made and run says how busy the machine is, nothing about the code.
-settings.register_profile("gate", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("gate", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
 settings.register_profile("full", settings.get_profile("gate"), max_examples=1000)
 
 
@@ -132,12 +133,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Let one process collect before the others: it compiles all modules, and Hypothesis reads them, for all."""
+    """Let one process collect before the others: what it compiles, and what Hypothesis makes then, serves them all."""
     try:
         fcntl.flock(_machine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fcntl.flock(_machine, fcntl.LOCK_SH)
     result = yield
+    st.text().validate()  # Hypothesis makes its table of all characters
     fcntl.flock(_machine, fcntl.LOCK_UN)
     return result
 

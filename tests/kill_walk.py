@@ -13,7 +13,7 @@ from txnbridge.testing import Point, _kill_and_check, crash_everywhere, listenin
 
 KillWalk = Callable[..., None]
 
-_OTHERS = 4  # kinds of events in the gate's walks besides those named
+_OTHERS = 2  # kinds of events in the gate's walks besides those named
 
 
 @pytest.fixture
