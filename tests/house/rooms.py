@@ -22,7 +22,9 @@ def nodes(source: str) -> list[ast.AST]:
     """Return the nodes of a module that tests look at. The tests of all modules run in one process (`xdist_group`)."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Import | ast.ImportFrom
     gc.disable()  # all nodes stay, and every collection would look at them again
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds | ast.Call | ast.Attribute)]
+    found: list[ast.AST] = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds | ast.Call | ast.Attribute)
+    ]
     gc.freeze()
     gc.enable()
     return found

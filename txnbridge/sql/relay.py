@@ -135,8 +135,9 @@ class OutboxStore:
             )
 
     def exists(self, deadline: Deadline) -> bool:
-        url = self._database.engine.url
-        if url.get_backend_name() == "sqlite" and not os.path.exists(str(url.database).removeprefix("file:")):
+        name = self._database.engine.url.database or ":memory:"
+        is_file = self._database.engine.dialect.name == "sqlite" and not name.startswith((":memory:", "file:"))
+        if is_file and not os.path.exists(name):
             return False  # a connection would create the file
 
         def look(connection: sa.Connection) -> bool:
