@@ -133,7 +133,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Let one process collect before the others: what it compiles, and what Hypothesis makes then, serves them all."""
+    """Let one worker collect before the others: what it compiles, and what Hypothesis makes then, serves them all."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
     try:
         fcntl.flock(_machine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
